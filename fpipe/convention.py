@@ -48,7 +48,7 @@ def spared(grads: Any, weights: Tensor) -> Any:
 
 
 COTANGENT = "cotangent"
-"""What follows the batch where outputs are differentiated."""
+"""The names of the arguments after the batch where outputs are differentiated."""
 
 
 class Dual(NamedTuple):
@@ -96,7 +96,7 @@ class Convention(NamedTuple):
 
 
 PLAIN = Convention(weigh=scaled)
-"""Of a pipeline that is not transformed."""
+"""The convention of a pipeline that is not transformed."""
 
 
 def _with_state(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -104,7 +104,7 @@ def _with_state(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
 
 
 STATE = Convention(enter=_with_state, grads=lambda grads: grads[0])
-"""Of a pipeline that threads a state: it comes in with the parameters, and has no gradient."""
+"""The convention of a pipeline with a state: it comes with the parameters, without a gradient."""
 
 DEFERRED = STATE._replace(
     enter=lambda params, state, batch: ((params, opened(state)), batch), state=closed

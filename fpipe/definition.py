@@ -41,13 +41,13 @@ SHORTEST = 1.0
 """The shortest `timeout`, in seconds: a rank that is well is heard of twice in that time."""
 
 ARGUMENTS = ("params", "batch")
-"""What a pipeline can be differentiated by."""
+"""The arguments by which a pipeline can be differentiated."""
 ONE_BATCH = "the data of a step is one pytree, such as {'x': x, 'y': y}"
-"""Of errors about arguments that are too many."""
+"""The rule in errors about too many arguments."""
 
 
 class Alone(NamedTuple):
-    """What an ensemble was made of; as for `fpipe.vmap`.
+    """The pipeline and the arguments of an ensemble; as for `fpipe.vmap`.
 
     Attributes:
         definition: of one member.
@@ -64,7 +64,7 @@ class Alone(NamedTuple):
 
 @dataclass(frozen=True)
 class Definition:
-    """What `fpipe.pipeline` was called with.
+    """The arguments of `fpipe.pipeline`.
 
     Attributes:
         stages: one per stage of the schedule; none with `function`.
@@ -238,7 +238,7 @@ class Definition:
 
     @property
     def returns(self) -> Returns:
-        """What the loss function returns."""
+        """The declared results of the loss function."""
         return Returns(
             weighted=self.reduction == "weighted", state=self.has_state, aux=self.has_aux
         )
@@ -300,7 +300,7 @@ class Definition:
 
     @property
     def objective(self) -> Objective:
-        """What the stages are differentiated for."""
+        """The objective for which the stages are differentiated."""
         return Objective(
             returns=self.returns,
             loss_shape=self.loss_shape,
@@ -313,7 +313,7 @@ class Definition:
 
     @property
     def setup(self) -> dict[str, str]:
-        """What all processes of a group must agree on, as texts by name."""
+        """The settings on which all processes of a group must agree, as texts by name."""
         return {
             "schedule": repr((self.schedule.placement, self.schedule.actions)),
             "loss reduction": self.reduction,
@@ -363,7 +363,7 @@ def _check_schedule(schedule: Schedule, trainable: Trainable, *, function: bool)
 def _requires(
     schedule: Schedule, trainable: Trainable, *, function: bool
 ) -> str | list[str] | None:
-    """What a schedule that is not whole owes at least, as `verify` takes it; None for everything.
+    """The least that an incomplete schedule owes, as `verify` takes it; None for everything.
 
     What it owes of one function is told by the trace, and what it owes where a function chooses by
     the parameters: a plan of a step looks at that.

@@ -189,7 +189,7 @@ def whole_mesh(pipeline: str) -> DeviceMesh | None:
 
 
 def recall(pipeline: str) -> None:
-    """What comes from other ranks of this pipeline lies over its mesh."""
+    """Values that come from other ranks of this pipeline lie over its mesh."""
     _MESHES.update(_PIPELINES.get(pipeline, {}))
 
 

@@ -111,13 +111,13 @@ class Engine:
     def step(
         self, params: Any, *arguments: Any, key: Tensor | None = None, scale: float = 1.0
     ) -> Any:
-        """What `Pipeline.step` returns, with gradients of the loss times `scale`."""
+        """The result of `Pipeline.step`, with gradients of the loss times `scale`."""
         if is_within():
             return call_within(self, "step", params, *arguments, key=key)
         return self._run("step", (params, *arguments), key, scale=scale).step()
 
     def value(self, params: Any, *arguments: Any, key: Tensor | None = None) -> Any:
-        """What `Pipeline.value` returns."""
+        """The result of `Pipeline.value`."""
         if is_within():
             return call_within(self, "value", params, *arguments, key=key)
         leaves = pytree.flatten((params, arguments))[0]
@@ -132,7 +132,7 @@ class Engine:
     def forward(
         self, params: Any, *arguments: Any, key: Tensor | None = None, out_dims: Any = OWN
     ) -> Any:
-        """What `Pipeline.forward` returns."""
+        """The result of `Pipeline.forward`."""
         if out_dims is OWN:
             out_dims = self.definition.out_dims
         if is_within():

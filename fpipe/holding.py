@@ -73,7 +73,7 @@ def key_of(key: Tensor, name: str) -> Tensor:
 
 
 def drawn(init_fn: InitFn, key: Tensor) -> Make:
-    """What makes each leaf of a key of its own.
+    """A maker that draws each leaf from a key of its own.
 
     Raises:
         FpipeError: `key` is no key.
@@ -90,7 +90,7 @@ def drawn(init_fn: InitFn, key: Tensor) -> Make:
 
 
 def either(first: Make, second: Make) -> Make:
-    """What makes by `second` those leaves that `first` does not make."""
+    """A maker that calls `second` for the leaves that `first` does not make."""
 
     def make(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors = dict(first(wanted))
@@ -253,7 +253,7 @@ def leaves_read_here(engine: Engine, params: Any) -> dict[str, Tensor]:
 
 
 class Skeleton(NamedTuple):
-    """What `shapes` says: leaves of which shapes and dtypes count, their names, and the tree."""
+    """The skeleton of `shapes`: leaves whose shapes and dtypes count, their names, and the tree."""
 
     leaves: list[Tensor]
     names: list[str]
@@ -326,7 +326,7 @@ def _filled(
 
 
 def keeping(definition: Definition, storage: str | PathLike[str] | None) -> Keep:
-    """What puts parameters where they are to live; None where they stay as they are made.
+    """A function that puts parameters where they are to live; None where they stay as made.
 
     Args:
         definition: of the pipeline.
@@ -385,7 +385,7 @@ def _checked(name: str, value: Any, like: Tensor) -> Tensor:
 
 
 def saved(engine: Engine, params: Any) -> dict[str, Tensor]:
-    """What this process has to save, by name.
+    """The leaves that this process has to save, by name.
 
     Raises:
         BatchError: as of `leaves_read_here`; or a leaf has no data.

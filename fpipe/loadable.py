@@ -31,7 +31,7 @@ from fpipe.savers import savers_of
 
 
 class Loadable:
-    """What a pipeline of any kind can do about its parameters and state before its first step."""
+    """The methods of any pipeline that make its parameters and state before its first step."""
 
     _engine: Engine
 
@@ -321,11 +321,11 @@ class Loadable:
         return shapes
 
     def _naming(self) -> Naming:
-        """What is known of names in a checkpoint."""
+        """The names of parameters in a checkpoint, as far as they are known."""
         return NO_NAMING
 
     def _traced_on(self, example: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a trace takes of what `step` takes: all but the key."""
+        """The arguments of `step` that a trace takes: all but the key."""
         definition = self._engine.definition
         keyed = definition.reads_key and not definition.convention.vectors
         return self._engine.reader.in_order(example, None, {})[0] if keyed else example

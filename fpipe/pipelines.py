@@ -123,7 +123,7 @@ class Pipeline(Loadable):
         out_dims: Any = OWN,
         **named: Any,
     ) -> Any:
-        """What comes out for the whole batch, by running forward only.
+        """The output for the whole batch, by running forward only.
 
         Of stages that is the last one's output; the loss is not computed. Of one function it is its
         loss and, as a named tuple, the aux that it must declare with ``has_aux=True``; a new state

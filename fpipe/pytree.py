@@ -54,7 +54,7 @@ def structure_of_wholes(spec: optree.PyTreeSpec) -> optree.PyTreeSpec:
 
 
 def entries(spec: optree.PyTreeSpec, tree: Any) -> list[Any]:
-    """What stands in a tree in the places of the leaves of a structure: DTensors are whole.
+    """The entries of a tree in the places of the leaves of a structure: DTensors are whole.
 
     Raises:
         ValueError: it has another structure.
@@ -127,7 +127,7 @@ _ONCE: Final = {
     "fpipe.Microbatches(...) of it",
     "params": "pass list(...) of it, and of a module's parameters dict(module.named_parameters())",
 }
-"""What to do about an iterator, by the name of the argument."""
+"""Advice about an iterator, by the name of the argument."""
 
 
 def is_container(leaf: Any) -> bool:
@@ -138,7 +138,7 @@ def is_container(leaf: Any) -> bool:
 
 
 def _to_look_into(container: Any) -> str:
-    """What to do about a container that is no node."""
+    """Advice about a container that is no node."""
     if isinstance(container, Mapping):
         return 'use dict(…) of it, or register the class with optree, namespace="fpipe"'
     if isinstance(container, set | frozenset):
@@ -152,7 +152,7 @@ def _to_look_into(container: Any) -> str:
 
 
 def advice(leaf: Any) -> str:
-    """What makes a tensor, or a node, of a leaf that is neither."""
+    """Advice how to make a tensor, or a node, of a leaf that is neither."""
     if is_container(leaf):
         return _to_look_into(leaf)
     return (
@@ -162,7 +162,7 @@ def advice(leaf: Any) -> str:
 
 
 def _oddity(leaf: Any) -> str:
-    """What keeps a leaf from being a dense tensor, as the middle of a sentence."""
+    """The reason why a leaf is no dense tensor, as the middle of a sentence."""
     if not isinstance(leaf, Tensor):
         return f"={shown(leaf)} is {a_type(leaf)}"
     if leaf.is_nested:

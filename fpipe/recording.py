@@ -100,7 +100,7 @@ class record:
 
 
 class Clock(NamedTuple):
-    """What a host's monotonic clock, which counts from when the host started, shows.
+    """A reading of a host's monotonic clock, which counts from when the host started.
 
     Attributes:
         host: equal where two processes read the same clock.

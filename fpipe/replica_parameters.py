@@ -91,7 +91,7 @@ def _as_first(leaf: Any, path: str, data: Data) -> Any:
         return leaf
     with torch.no_grad():
         first = local.detach().clone(memory_format=torch.preserve_format)
-        # What lives on the CPU goes by way of the device whose messages the mesh carries.
+        # A tensor on the CPU goes by way of the device whose messages the mesh carries.
         sent = first.contiguous().to(data.mesh.device_type)
         for dim in reversed(data.dims):
             dist.broadcast(sent, group_src=0, group=data.mesh.get_group(dim))

@@ -1,4 +1,4 @@
-"""What a training step returns: a named tuple with a field for each thing that was declared."""
+"""Results of a training step: a named tuple with a field for each thing that was declared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Step(NamedTuple):
-    """What a training step returns.
+    """The result of a training step.
 
     Attributes:
         loss: scalar tensor, without autograd history.
@@ -21,7 +21,7 @@ class Step(NamedTuple):
 
 
 class StepAux(NamedTuple):
-    """What a training step returns where ``has_aux=True`` was declared.
+    """The result of a training step where ``has_aux=True`` was declared.
 
     Attributes:
         loss: as in `Step`.
@@ -40,7 +40,7 @@ class StepAux(NamedTuple):
 
 
 class StepState(NamedTuple):
-    """What a training step returns where ``has_state=True`` was declared.
+    """The result of a training step where ``has_state=True`` was declared.
 
     Attributes:
         loss: as in `Step`.
@@ -55,7 +55,7 @@ class StepState(NamedTuple):
 
 
 class StepStateAux(NamedTuple):
-    """What a training step returns where both were declared.
+    """The result of a training step where both were declared.
 
     Attributes:
         loss: as in `Step`.
@@ -71,7 +71,7 @@ class StepStateAux(NamedTuple):
 
 
 class ForwardAux(NamedTuple):
-    """What a forward returns where ``has_aux=True`` was declared for a whole loss function.
+    """The result of a forward where ``has_aux=True`` was declared for a whole loss function.
 
     Attributes:
         loss: as in `Step`.

@@ -101,7 +101,7 @@ def savers_of(definition: Definition, leaves: Mapping[str, Tensor]) -> Savers:
 
 
 def _gather(group: dist.ProcessGroup) -> Callable[[Any], list[Any]]:
-    """What gives each process the picklable values of all."""
+    """A function that gives each process the picklable values of all."""
 
     def rows(row: Tensor) -> list[Tensor]:
         everyone = [torch.empty_like(row) for _ in range(group.size())]

@@ -34,7 +34,7 @@ FACTS: Final = "training.pt"
 
 @dataclass(frozen=True)
 class Content:
-    """What is to be written. Nobody may change the tensors until it is.
+    """The content of a checkpoint. Nobody may change the tensors until it is written.
 
     Attributes:
         tensors: of this process. Of one that several processes have, one of them writes it.
@@ -186,7 +186,7 @@ class PendingSave:
 
 
 def _together(path: Path, processes: Processes, work: Callable[[], T]) -> list[T]:
-    """What each process returns; where one fails, all do.
+    """Gather what each process returns; where one fails, all do.
 
     Raises:
         PipelineError: says which, and why.

@@ -42,7 +42,7 @@ def is_compiling(choice: bool | None = None) -> Iterator[None]:
 
 
 def once_more(attempt: Callable[[], T]) -> T:
-    """What a trace returns; one that looks at data is made once more, as compiled code runs.
+    """Make a trace; one that looks at data is made once more, as compiled code runs.
 
     Args:
         attempt: makes the trace, in which functions run within `is_compiling`.

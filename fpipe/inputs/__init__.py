@@ -1,1 +1,1 @@
-"""What a call is given: trees flattened, split into microbatches, and their signature."""
+"""The arguments of a call: trees flattened, split into microbatches, and their signature."""

@@ -1,4 +1,4 @@
-"""What surrounds a call: transforms and modes of torch, autocast, dtypes, kernels, devices.
+"""The surroundings of a call: transforms and modes of torch, autocast, dtypes, kernels, devices.
 
 A function mode changes what functions of Python do. A trace would keep that, and steps that come
 later, which call none of them, would leave it out. A dispatch mode sees operations as they run: it
@@ -21,7 +21,7 @@ from fpipe.torch_internals import TorchFunctionMetadataMode, functorch
 
 
 class Ambient(NamedTuple):
-    """What a trace depends on beside its arguments.
+    """The settings that a trace depends on beside its arguments.
 
     Attributes:
         casts: kinds of device under autocast, with the dtype.
@@ -41,7 +41,7 @@ class Ambient(NamedTuple):
 
 
 def ambient(modes: Hashable = None) -> Ambient:
-    """What a trace depends on now, where the definition has these modes."""
+    """The settings as they are now, where the definition has these modes."""
     casts = tuple([(kind, torch.get_autocast_dtype(kind)) for kind in casting()])
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     # As torch.get_default_device does, which takes ten times as long to say it.
@@ -50,7 +50,7 @@ def ambient(modes: Hashable = None) -> Ambient:
 
 
 _KINDS: Final = ("cpu", "cuda")
-"""Of devices that have an autocast."""
+"""The kinds of devices that have an autocast."""
 
 
 def casting() -> list[str]:
@@ -143,8 +143,8 @@ def refuse_modes(*, compiled: bool) -> None:
         )
     for index in range(torch._C._len_torch_function_stack()):
         mode = torch._C._get_function_stack_at(index)
-        # What torch.set_default_device and `with torch.device(...)` set, a plan depends on; and
-        # what make_fx sets only takes notes.
+        # A plan depends on the mode of torch.set_default_device and `with torch.device(...)`;
+        # the mode of make_fx only takes notes.
         kinds = (DeviceContext, TorchFunctionMetadataMode)
         if not isinstance(mode, kinds) and not _is_of(mode, "fpipe."):
             raise FpipeError(

@@ -135,7 +135,7 @@ def _split_rest(
 
 
 def _one_row(leaf: Tensor, dim: int | None) -> Tensor:
-    """What a microbatch would have of a leaf without rows: a trace sees its shape."""
+    """A microbatch's share of a leaf without rows: a trace sees its shape."""
     if dim is None:
         return leaf.contiguous()
     shape = list(leaf.shape)
@@ -162,7 +162,7 @@ def _evenly(rows: int, microbatches: int) -> tuple[int, ...]:
 
 
 def _column(leaf: Tensor, dim: int | None, rows: Sequence[int]) -> Sequence[Tensor]:
-    """What each microbatch has of a leaf."""
+    """The share of each microbatch in a leaf."""
     if dim is None:
         return [leaf.contiguous()] * len(rows)
     pieces = leaf.split(rows, dim)
@@ -230,7 +230,7 @@ def _count_rows(
 
 
 def _if_split(spec: optree.PyTreeSpec, microbatches: int) -> str:
-    """What to do where a batch may be meant as a sequence of microbatches."""
+    """Advice where a batch may be meant as a sequence of microbatches."""
     children = spec.children()
     alike = all(child == children[0] and child.num_nodes > 1 for child in children)
     if spec.type not in (list, tuple) or len(children) != microbatches or not alike:

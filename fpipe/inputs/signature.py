@@ -24,8 +24,8 @@ from fpipe.inputs.batch import SplitBatch
 log = logging.getLogger("fpipe")
 
 Goal = Literal["step", "value", "forward", "update", "clip"]
-"""What is asked for: loss and gradients, the loss alone, or the last stage's output; a step whose
-stages are updated within, without its gradients or with them, for they may have to be clipped."""
+"""The results of a call: loss and gradients, the loss alone, or the last stage's output; or a step
+whose stages are updated within, without its gradients or with them, to be clipped."""
 
 UPDATING: Final[frozenset[Goal]] = frozenset({"update", "clip"})
 """Steps with an optimizer."""
@@ -105,7 +105,7 @@ class TreeShape(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What a plan is made for.
+    """The key of a plan.
 
     Attributes:
         goal: what is asked for.
@@ -267,8 +267,8 @@ def difference(before: Signature, now: Signature) -> str:
     turned = sum(before.rows) == sum(now.rows) and before.division != now.division
     if turned and kinds <= known:
         return "microbatches of these shapes come in another order or number"
-    # What is new is compared with what was in its place; of those that were split evenly the
-    # bigger comes first.
+    # A new microbatch is compared with the one that was in its place; where a batch was split
+    # evenly, the bigger one comes first.
     for number, (size, new) in enumerate(zip(now.sizes(), now.batch, strict=True)):
         old = before.batch[min(number, len(before.batch) - 1)]
         if (size, new) not in known and (change := _tree_difference(old, new)):
@@ -315,7 +315,7 @@ def is_dense(value: Tensor) -> bool:
 
 def memory_of(value: Tensor) -> int:
     """Equal for tensors that share their memory, which they keep."""
-    # Of a functional tensor, which a trace has, the memory is that of what it stands for.
+    # A functional tensor, which a trace has, uses the memory of the tensor that it wraps.
     return getattr(value, "elem", value).untyped_storage()._cdata
 
 

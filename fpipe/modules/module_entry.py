@@ -49,7 +49,7 @@ def from_module(
     example: Any = None,
     memory: float = inf,
     measure: bool = False,
-    # What a step takes and returns.
+    # The arguments and results of a step.
     loss: Loss | None = None,
     reduction: str = "mean",
     in_dims: Any = 0,

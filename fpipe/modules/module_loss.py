@@ -303,7 +303,7 @@ class ModuleLoss:
                 )
 
     def _loss_of(self, output: Any, batch: Mapping[str, Any]) -> Any:
-        """What the loss function returns, or the loss that the output holds."""
+        """The result of the loss function, or the loss that the output holds."""
         if self._loss is not None:
             try:
                 return self._loss(output, batch)

@@ -200,7 +200,7 @@ def loss_of(output: Any, name: str) -> Tensor:
 
 
 def _weight(target: Tensor, class_weights: Tensor | None, ignore_index: int) -> Tensor:
-    """What torch divides the sum by for a mean."""
+    """The number by which torch divides the sum for a mean."""
     counts = target != ignore_index
     if class_weights is None:
         return counts.sum()

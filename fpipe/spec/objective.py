@@ -1,6 +1,6 @@
-"""What a pipeline is differentiated for: which parameters are trained, how gradients are collected.
+"""The objective of a pipeline: which parameters are trained, and how gradients are collected.
 
-What is not trained has no gradient, and costs nothing that serves one.
+A parameter that is not trained has no gradient, and costs nothing that serves one.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Offload:
 
 
 def read_offload(policy: Any, devices: tuple[torch.device, ...] | None) -> Offload | None:
-    """What a user's ``offload_policy`` says.
+    """A user's ``offload_policy``.
 
     Args:
         policy: a ``torch.distributed.fsdp.CPUOffloadPolicy``, an ``OffloadPolicy``, or None.

@@ -50,11 +50,11 @@ class Precision:
         return cast(tree, self.param_dtype)
 
     def inputs(self, tree: Any) -> Any:
-        """What a stage gets from the batch or from the stage before."""
+        """The input of a stage, from the batch or from the stage before."""
         return cast(tree, self.param_dtype) if self.casts_inputs else tree
 
     def output(self, tree: Any) -> Any:
-        """What the last stage returns."""
+        """The output of the last stage."""
         return cast(tree, self.output_dtype)
 
 

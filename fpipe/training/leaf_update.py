@@ -1,4 +1,4 @@
-"""What an optimizer's step of one parameter is: a pure function of it, its gradient and state."""
+"""An optimizer's step of one parameter: a pure function of it, its gradient and state."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ STEP: Final = "step"
 
 
 class Kind(NamedTuple):
-    """What a recording takes a tensor for.
+    """The kind of a tensor in a recording.
 
     Attributes:
         shape: its sizes.
@@ -66,7 +66,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """What an optimizer does to one kind of parameter in one step.
+    """An optimizer's step of one kind of parameter.
 
     Attributes:
         graph: ``(param, grad, *state, *numbers) -> (param, *state)``.

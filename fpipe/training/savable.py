@@ -17,7 +17,7 @@ from fpipe.training.trees import LeafByLeaf, Rule
 
 
 class Savable:
-    """What a trainer can do about checkpoints.
+    """The methods of a trainer that write and read checkpoints.
 
     Args:
         pipe: computes loss and gradients.
@@ -171,7 +171,7 @@ class Savable:
         extra: Any,
         keep: int | None,
     ) -> Content:
-        """What this process writes; where one cannot say, no other goes on."""
+        """The content that this process writes; where one process fails, no other goes on."""
 
         def read() -> Content:
             self._named_rule("save")

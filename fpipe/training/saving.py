@@ -36,7 +36,7 @@ Kinds = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Saved(NamedTuple):
-    """What `Trainer.load` returns.
+    """The result of `Trainer.load`.
 
     Attributes:
         params: the parameters that this process needs.
@@ -52,7 +52,7 @@ class Saved(NamedTuple):
 
 
 class SavedState(NamedTuple):
-    """What `Trainer.load` returns for a pipeline with ``has_state=True``.
+    """The result of `Trainer.load` for a pipeline with ``has_state=True``.
 
     Attributes:
         params: as in `Saved`.
@@ -72,7 +72,7 @@ class SavedState(NamedTuple):
 def content_of(
     pipe: Pipeline, params: Any, state: TrainState, model_state: Any, step: Any, extra: Any
 ) -> Content:
-    """What `Trainer.save` writes; arguments and errors are those of it."""
+    """The content that `Trainer.save` writes; arguments and errors are those of it."""
     leaves = saved(engine_of(pipe), params)
     moments = _moments_by_name(params, state)
     buffers, described_state = _named_state(pipe, model_state)
@@ -140,7 +140,7 @@ def load(
 
 
 def _read_facts(source: Path) -> dict[str, Any]:
-    """What stands beside the tensors.
+    """The facts that are saved beside the tensors.
 
     Raises:
         BatchError: the directory is not one that `save` has written to its end.

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from fpipe.torch_internals import make_shape_env, node_of, symbol_of, track_symbol
 
 Guard = Callable[..., bool]
-"""Of the values of the symbols, by their names."""
+"""A function of the values of the symbols, by their names."""
 
 
 class Symbols:

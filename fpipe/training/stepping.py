@@ -49,7 +49,7 @@ CLIPS: Final = ("validate", "wait")
 
 
 class Settings(NamedTuple):
-    """What a trainer was made with.
+    """The settings of a trainer.
 
     Attributes:
         pipe: computes loss and gradients.
@@ -73,7 +73,7 @@ class Settings(NamedTuple):
 
     @property
     def definition(self) -> Definition:
-        """Of the pipeline."""
+        """The definition of the pipeline."""
         return engine_of(self.pipe).definition
 
     def rule_within(self, hyper: Sequence[Any]) -> LeafByLeaf | None:
@@ -99,7 +99,7 @@ class Settings(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a step is called with.
+    """The arguments of a step.
 
     Attributes:
         params: as for `Trainer.step`.
@@ -119,12 +119,12 @@ class Call(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied with."""
+        """The factor of the loss."""
         return 1.0 if self.state.scale is None else float(self.state.scale.scale)
 
 
 def step(settings: Settings, call: Call) -> Any:
-    """What `Trainer.step` returns."""
+    """Take the step of `Trainer.step`."""
     _check_scale(settings, call)
     if settings.donate:
         return _donated(settings, call)
@@ -236,7 +236,7 @@ def _within(settings: Settings, rule: LeafByLeaf, call: Call) -> Any:
 
 
 def _gradients(settings: Settings, call: Call) -> Any:
-    """What `Pipeline.step` returns, with the gradients of the scaled loss."""
+    """The result of `Pipeline.step`, with the gradients of the scaled loss."""
     pipe = settings.pipe
     if settings.scaling is None:
         return pipe.step(call.params, *call.arguments, key=call.key, **call.named)
@@ -303,7 +303,7 @@ def _norm(pipe: Pipeline, grads: Any) -> Tensor:
 def _beside(
     settings: Settings, result: Any, params: Any, state: TrainState, norm: Tensor | None
 ) -> Any:
-    """What a step returns of what the pipeline has returned."""
+    """The result of a step, made of the pipeline's result."""
     more = _model_state_and_aux(settings, result)
     return _returned(settings, result.loss, params, state, norm, *more)
 
@@ -319,7 +319,7 @@ def _model_state_and_aux(settings: Settings, result: Any) -> tuple[Any, Any]:
 def _finished(
     settings: Settings, outcome: RunResult, params: Any, state: TrainState, norm: Tensor | None
 ) -> Any:
-    """What a step returns that has updated its stages."""
+    """The result of a step that has updated its stages."""
     loss, *more = outcome.without_grads()
     return _returned(settings, loss, params, state, norm, *more)
 

@@ -1,4 +1,4 @@
-"""What a training step with an optimizer takes and returns."""
+"""The state and the results of a training step with an optimizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrainState(NamedTuple):
 
 
 class TrainStep(NamedTuple):
-    """What `Trainer.step` returns.
+    """The result of `Trainer.step`.
 
     Attributes:
         loss: as in `Step`, of the parameters before the step.
@@ -42,7 +42,7 @@ class TrainStep(NamedTuple):
 
 
 class TrainStepState(NamedTuple):
-    """What `Trainer.step` returns for a pipeline with ``has_state=True``.
+    """The result of `Trainer.step` for a pipeline with ``has_state=True``.
 
     Attributes:
         loss: as in `TrainStep`.
@@ -60,7 +60,7 @@ class TrainStepState(NamedTuple):
 
 
 class TrainStepAux(NamedTuple):
-    """What `Trainer.step` returns for a pipeline with ``has_aux=True``.
+    """The result of `Trainer.step` for a pipeline with ``has_aux=True``.
 
     Attributes:
         loss: as in `TrainStep`.
@@ -78,7 +78,7 @@ class TrainStepAux(NamedTuple):
 
 
 class TrainStepStateAux(NamedTuple):
-    """What `Trainer.step` returns for a pipeline that declares both.
+    """The result of `Trainer.step` for a pipeline that declares both.
 
     Attributes:
         loss: as in `TrainStep`.

@@ -144,7 +144,7 @@ class LeafSteps(NamedTuple):
     unscale: float = 1.0
 
     def move(self, place: int, leaf: Tensor, grad: Tensor, state: Moments | None) -> Moved:
-        """What the step makes of one leaf; it stays if it has no moments."""
+        """Update one leaf; it stays if it has no moments."""
         grad = local(grad)
         grad = grad if self.unscale == 1 else grad * self.unscale
         square = square_of(grad) if self.squares else None
@@ -320,7 +320,7 @@ class LeafByLeaf:
         )
 
     def _hyper(self, member: int | None, step: Mapping[str, Any]) -> dict[str, Any]:
-        """What a group sets wins over a step's value, and that over the default."""
+        """A group's value wins over a step's, and a step's over the default."""
         if member is None:
             return self._updates.defaults | dict(step)
         return self._defaults[member] | dict(step) | (self._groups[member].hyper or {})
@@ -351,7 +351,7 @@ class PairOfFunctions:
     def update(
         self, grads: Any, moments: Any, params: Any, count: int, hyper: Mapping[str, Any]
     ) -> tuple[Any, Any]:
-        """What `update` returns, added where there is a gradient."""
+        """The results of `update`, added where there is a gradient."""
         if hyper:
             raise FpipeError(
                 f"{', '.join(hyper)}: an optimizer that is a pair of functions has no "
@@ -393,7 +393,7 @@ def _has_gradient(leaf: Tensor) -> bool:
 
 
 def _up_to(spec: optree.PyTreeSpec, tree: Any, name: str) -> list[Any]:
-    """What stands in a tree in the places of the leaves of the parameters.
+    """The entries of a tree in the places of the leaves of the parameters.
 
     Raises:
         FpipeError: it has another structure.

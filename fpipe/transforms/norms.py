@@ -108,7 +108,7 @@ def clip_by_global_norm(
 
 
 def scale_of(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this norm are multiplied with to be clipped; 1 for those that stay."""
+    """The factor that clips gradients of this norm; 1 for those that stay."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 

@@ -71,7 +71,7 @@ class StandIn:
     def __init__(self, name: str, methods: Mapping[Any, Any]) -> None:
         self._name, self._methods = name, methods
         self._originals = {kind: vars(kind)[name] for kind in methods}
-        # What stood there before, and so calls no stand-in: the last of it.
+        # The last attributes that were there before, and so call no stand-in.
         self._known = {
             kind: deque([original], maxlen=16) for kind, original in self._originals.items()
         }
