@@ -6,6 +6,7 @@ microseconds a call.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -95,14 +96,16 @@ def _by_inductor(
         return artefact
 
     # What is compiled for a number of threads is kept under it, by every version of torch.
-    threads = {"cpp.threads": torch.get_num_threads()}
+    processor: dict[str, Any] = {"cpp.threads": torch.get_num_threads()}
+    if inductor_config.cpp.vec_isa_ok is None and _has_wide_vectors():
+        processor["cpp.vec_isa_ok"] = True
     # The other cache, of autograd's, would bring back the wrappers and pass over `capture`.
     with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
         wrapped: Any = compile_fx(
             module,
             _kept(examples),
             inner_compile=capture,
-            config_patches=OPTIONS | threads | patches,
+            config_patches=OPTIONS | processor | patches,
         )
     if len(captured) == 1 and captured[0][1:] == (len(examples), len(layouts)):
         artefact = captured[0][0]
@@ -119,6 +122,15 @@ def _by_inductor(
         return outputs
 
     return relaid(call_wrapped, layouts), others
+
+
+def _has_wide_vectors() -> bool:
+    """Whether torch's own kernels use AVX-512.
+
+    Inductor need not find out then whether what it compiles for that, or for less, can be loaded:
+    once for each set of instructions, with torch's libraries, in every process.
+    """
+    return sys.platform == "linux" and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _laid_by(artefact: Any, laid: Sequence[Layout | None]) -> list[Layout | None]:
