@@ -103,6 +103,12 @@ class Updates:
         Raises:
             FpipeError: the optimizer refuses one of them.
         """
+        for name, value in hyper.items():
+            if isinstance(value, Tensor) and value.numel() > 1:
+                raise FpipeError(
+                    f"{name} has {value.numel()} numbers and a step of {self._name} takes one: for "
+                    "a number for each member of an ensemble, train with fpipe.vmap(trainer)"
+                )
         chosen = one_by_one(self._optimizer, hyper)
         try:
             group = group_of(

@@ -109,3 +109,17 @@ def test_members_move_as_each_does_alone(optimizer: Any) -> None:
             _, members[at], states[at], _ = trainer.step(own, states[at], model.batch)
     expected = pytree.tree_map(lambda *leaves: torch.stack(leaves), *members)
     assert_same(stacked, expected)
+
+
+def test_a_number_for_each_member_without_members_is_refused() -> None:
+    # It was broadcast over the elements of a parameter where it happened to fit.
+    pipe = fpipe.pipeline(
+        [lambda w, x: x @ w] * 2,
+        lambda y, _: y.square().mean(),
+        fpipe.schedules.gpipe(ranks=2, microbatches=2),
+        compile=False,
+    )
+    trainer = fpipe.train(pipe, torch.optim.Adam)
+    params = [torch.eye(8), torch.eye(8)]
+    with pytest.raises(fpipe.FpipeError, match=r"lr has 8 numbers.*fpipe\.vmap\(trainer\)"):
+        trainer.step(params, trainer.init(params), torch.ones(4, 8), lr=torch.full((8,), 0.1))
