@@ -76,9 +76,16 @@ def readme_program(text: str) -> str:
 class Hour:
     """What has been run, and what of it failed."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.places = {str(folder): "~", str(ROOT): "<checkout>", sys.executable: "python3"}
         self.start = time.monotonic()
         self.failed: list[str] = []
+
+    def named(self, text: str) -> str:
+        """Text without the places of this machine, so that logs of two can be compared."""
+        for path, name in self.places.items():
+            text = text.replace(path, name)
+        return text
 
     def run(self, title: str, command: str, folder: Path, path: Path | None = None) -> None:
         """Run a command of the shell, and print what a newcomer sees.
@@ -89,7 +96,7 @@ class Hour:
             folder: in which it runs.
             path: a folder of programs that come before all others.
         """
-        print(f"\n## {title}\n\n    $ {command}", flush=True)
+        print(f"\n## {title}\n\n    $ {self.named(command)}", flush=True)
         search = f'export PATH={shlex.quote(str(path))}:"$PATH"; ' if path else ""
         begun = time.monotonic()
         done = subprocess.run(
@@ -104,7 +111,7 @@ class Hour:
             half = LINES // 2
             lines[half:-half] = [f"… {len(lines) - 2 * half} lines …"]
         for line in lines:
-            print(f"    {line[:160]}")
+            print(f"    {self.named(line)[:160]}".rstrip())
         seconds = time.monotonic() - begun
         outcome = "" if done.returncode == 0 else f", FAILED with exit code {done.returncode}"
         print(f"\n{seconds:.1f} s{outcome}", flush=True)
@@ -118,10 +125,10 @@ def main() -> None:
     parser.add_argument("--skip-commands", action="store_true", help="run the ten tasks alone")
     skips = parser.parse_args().skip_commands
     readme = (ROOT / "README.md").read_text("utf-8")
-    hour = Hour()
     print(f"# The first hour\n\nPython {platform.python_version()}, {platform.system()}")
     with tempfile.TemporaryDirectory(prefix="first-hour-") as name:
         folder = Path(name)
+        hour = Hour(folder)
         clone, environment, own = folder / "fpipe", folder / "environment", folder / "own"
         own.mkdir()
         programs = environment / "bin"
