@@ -172,10 +172,8 @@ def learn(mesh: DeviceMesh, pipeline: str) -> None:
     register()
     _WHOLE[pipeline] = mesh
     names = [name for name in mesh.mesh_dim_names or () if name != "pp"]
-    parts = chain.from_iterable(combinations(names, n) for n in range(1, len(names) + 1))
-    _PIPELINES[pipeline] = {
-        _dims_of(submesh): submesh for submesh in (mesh[chosen] for chosen in parts)
-    }
+    chosen = chain.from_iterable(combinations(names, n) for n in range(1, len(names) + 1))
+    _PIPELINES[pipeline] = {_dims_of(submesh): submesh for submesh in map(mesh.__getitem__, chosen)}
 
 
 def meshes_of(pipeline: str) -> list[DeviceMesh]:
@@ -261,11 +259,7 @@ def add_over_meshes(numbers: Tensor, places: Sequence[Placed | None]) -> Tensor:
     numbers = numbers.clone()
     for mesh in meshes:
         assert mesh is not None
-        held = [
-            index
-            for index, placed in enumerate(places)
-            if placed is not None and placed.mesh == mesh
-        ]
+        held = [index for index, at in enumerate(places) if at is not None and at.mesh == mesh]
         sums = numbers[held]
         for at, index in enumerate(held):
             place = places[index]
@@ -341,14 +335,12 @@ class _AsParameter(torch.autograd.Function):
 
         place = ctx.place
         wanted = [
-            target
-            if not target.is_replicate()
-            else (placed if placed.is_partial() else Replicate())
-            for target, placed in zip(place.placements, grad.placements, strict=True)
+            target if not target.is_replicate() else (lies if lies.is_partial() else Replicate())
+            for target, lies in zip(place.placements, grad.placements, strict=True)
         ]
         local = grad.redistribute(place.mesh, wanted).to_local(grad_placements=wanted)
-        for target, placed, size in zip(place.placements, wanted, place.mesh.shape, strict=True):
-            if target.is_replicate() and placed.is_replicate():
+        for target, lies, size in zip(place.placements, wanted, place.mesh.shape, strict=True):
+            if target.is_replicate() and lies.is_replicate():
                 local = local / size  # the same on all of them, which are to be added
         return local, None
 
