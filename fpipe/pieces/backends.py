@@ -72,8 +72,8 @@ def _maker_from_options(options: dict[str, Any]) -> Callable[[fx.GraphModule, li
         )
     if backend != "inductor":
         return _of_plain(lambda module, examples: _by_torch_compile(module, options))
-    options, takes_kernel = _without_own(options)
-    patches = _patches(options)
+    options, takes_kernel = without_own(options)
+    patches = patches_of(options)
     if patches.get("triton.cudagraphs"):
         raise StageError(
             f"compile={options!r} asks for CUDA graphs, whose outputs are overwritten by the next "
@@ -83,7 +83,7 @@ def _maker_from_options(options: dict[str, Any]) -> Callable[[fx.GraphModule, li
     return lambda module, examples: by_inductor(module, examples, patches, takes_kernel)
 
 
-def _without_own(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+def without_own(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The options of Inductor's own, and whether sums of weight gradients may have a kernel.
 
     Raises:
@@ -102,7 +102,7 @@ def _without_own(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     return options | {"options": rest or None}, takes_kernel
 
 
-def _patches(options: Mapping[str, Any]) -> dict[str, Any]:
+def patches_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of Inductor that a mode and options come to, as torch.compile checks them."""
     try:
         wanted = torch._TorchCompileInductorWrapper(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fpipe.pieces.backends import patches_of, without_own
 from fpipe.torch_internals import make_shape_env, row_of_any_size
 
 RowKernel = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -60,12 +61,7 @@ def _by_inductor(
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    others = options.get("options") or {}
-    settings: Any = torch._TorchCompileInductorWrapper(
-        options.get("mode"),
-        {name: value for name, value in others.items() if not name.startswith("fpipe.")},
-        dynamic=True,
-    )
+    patches = patches_of(without_own(dict(options))[0])
     mode = FakeTensorMode(shape_env=make_shape_env())
     examples: list[Tensor] = [row_of_any_size(mode, row) for row in rows]
     with mode:
@@ -78,7 +74,7 @@ def _by_inductor(
 
     # Autograd's cache would pass over `inner`.
     with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
-        compile_fx(graph, examples, inner_compile=inner, config_patches=settings.config)
+        compile_fx(graph, examples, inner_compile=inner, config_patches=patches)
     [artefact] = artefacts
     call: RowKernel = artefact.current_callable
     return call
