@@ -1,0 +1,30 @@
+"""Documentation runs: every Python block of the README and of docs/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.documents import DOCUMENTS, FRAMEWORKS, ROOT, python_blocks, run_document
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in DOCUMENTS if path.name not in FRAMEWORKS],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_documentation_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # an example may write files
+    run_document(path)
+
+
+def test_python_blocks_finds_every_block() -> None:
+    text = "# t\n\n```python\na = 1\n```\n\n```text\nno\n```\n\n  ```python\n  b = a\n  ```\n"
+    assert python_blocks(text) == [(4, "a = 1\n"), (12, "b = a\n")]
+    assert python_blocks("```{code-cell} ipython3\n:tags: [x]\na\n```\n") == [(2, "\na\n")]
+
+
+def test_python_blocks_refuses_a_block_that_would_be_skipped() -> None:
+    with pytest.raises(AssertionError, match="line 1: write ```python, not ```py"):
+        python_blocks("```py\na = 1\n```\n")
