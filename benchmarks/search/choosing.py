@@ -24,7 +24,7 @@ from fpipe import (
     simulate,
 )
 from fpipe.schedule.placements import linear, looped
-from fpipe.schedule.whole_stage import with_whole_stage
+from fpipe.schedule.simulator import with_whole_stage
 
 RANKS: Final = 4
 MICROBATCHES: Final = 12

@@ -21,8 +21,7 @@ from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.jitter import Jitter
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.simulator import simulate
-from fpipe.schedule.whole_stage import with_whole_stage
+from fpipe.schedule.simulator import simulate, with_whole_stage
 
 
 def add_compare(commands: Commands[Any]) -> None:

@@ -27,9 +27,8 @@ from fpipe.schedule.placements import NAMES
 from fpipe.schedule.searching.finder import search
 from fpipe.schedule.searching.problem import LARGE
 from fpipe.schedule.searching.result import USUAL
-from fpipe.schedule.simulator import simulate
+from fpipe.schedule.simulator import simulate, with_whole_stage
 from fpipe.schedule.timeline import Timeline
-from fpipe.schedule.whole_stage import with_whole_stage
 
 LEGEND: Final = """\
 A letter of the timeline is what a rank mostly does in that part of the time:

@@ -42,7 +42,7 @@ from fpipe.program.values import Codes
 from fpipe.schedule import Op, Schedule
 from fpipe.schedule.families.evaluation import forwards_of
 from fpipe.schedule.required_ops import owed_by_actions
-from fpipe.schedule.sharding import STEP
+from fpipe.schedule.whole_stage import STEP
 from fpipe.spec.data import Data
 from fpipe.spec.objective import Sink
 from fpipe.spec.offload import Offload

@@ -9,8 +9,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from fpipe.errors import ScheduleError, a_type
-from fpipe.schedule.arguments import plain_counts
-from fpipe.schedule.cost_arguments import (
+from fpipe.schedule.arguments import (
     Latency,
     PerStage,
     Shared,
@@ -23,16 +22,21 @@ from fpipe.schedule.cost_arguments import (
     checked_speed,
     has_any,
     per_stage,
+    plain_counts,
     values_of_microbatches,
     values_of_stages,
 )
 from fpipe.schedule.exchange.files import PathLike, load, save
 from fpipe.schedule.exchange.json_file import format_cost, parse_cost
 from fpipe.schedule.link_queues import links_on
-from fpipe.schedule.placed_costs import check_freed, placed_values
 from fpipe.schedule.placements import plain_placement
-from fpipe.schedule.recomputed import choices_of, recomputed
-from fpipe.schedule.stage_costs import StageCosts
+from fpipe.schedule.stage_costs import (
+    StageCosts,
+    check_freed,
+    choices_of,
+    placed_values,
+    recomputed,
+)
 
 PER_MICROBATCH: Final = ("f", "i", "w", "b", "activation", "freed_by_i")
 _PLACED: Final = (*PER_MICROBATCH, "unshard", "reduce_grad", "update")
@@ -375,7 +379,7 @@ class Cost:
 
     def _repr_html_(self) -> str:
         """The cost in a notebook: a table with a row for each stage, or one for each number."""
-        from fpipe.schedule.picture.cost_tables import cost_tables
+        from fpipe.schedule.picture.tables import cost_tables
 
         arguments = {field.name: getattr(self, field.name) for field in fields(self)}
         # The lane says nothing where there are no collectives.

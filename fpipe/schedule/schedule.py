@@ -18,8 +18,7 @@ from fpipe.schedule.exchange.json_file import format_json, parse_json
 from fpipe.schedule.exchange.text_form import format_text, parse_text
 from fpipe.schedule.grid import one_line, sizes, text_grid
 from fpipe.schedule.placements import stages_on
-from fpipe.schedule.sharding import STEP, gathered_at_once, sharded_rows
-from fpipe.schedule.updating import updated_rows
+from fpipe.schedule.whole_stage import STEP, gathered_at_once, sharded_rows, updated_rows
 
 _NUMBERS: Final = (int, type(None))  # the usual types of a microbatch
 LARGEST_SHOWN: Final = 20_000  # actions in a notebook's picture: about two megabytes
@@ -321,7 +320,7 @@ class Schedule:
     def _repr_html_(self) -> str:
         """The picture in a notebook, as wide as the page at most, however long the schedule."""
         from fpipe.schedule.picture.chart import unit_chart
-        from fpipe.schedule.picture.notebook import figure
+        from fpipe.schedule.picture.page import figure
 
         return figure([unit_chart(self, self.name, waits=False)])
 

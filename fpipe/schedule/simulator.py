@@ -12,6 +12,7 @@ from fpipe.schedule.required_ops import owed_by_actions
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.timeline import Timeline
 from fpipe.schedule.verifier import check_schedule, verify
+from fpipe.schedule.whole_stage import whole_stage_rows
 
 
 def simulate(
@@ -87,3 +88,22 @@ def simulate(
         sizes = cost.sizes_of(schedule.num_microbatches)
         makespans = tuple(trial_makespans(schedule.actions, costs, sizes, draws))
     return Timeline(schedule, events, cost, makespans)
+
+
+def with_whole_stage(schedule: Schedule, cost: Cost) -> Schedule:
+    """The schedule with `whole_stage_rows`, under its name; one that has any stays as it is.
+
+    Raises:
+        ScheduleError: the schedule cannot run, or the cost does not fit it.
+
+    Example:
+        >>> from fpipe import Cost, schedules
+        >>> cost = Cost(f=1, i=1, w=1, reduce_grad=2)
+        >>> print(*with_whole_stage(schedules.gpipe(ranks=1, microbatches=1), cost).actions[0])
+        0UNSHARD 0F0 0B0 0RESHARD 0REDUCE_GRAD
+    """
+    placement, count = schedule.placement, schedule.num_microbatches
+    if schedule.is_sharded or schedule.has_updates or not cost.has_whole_stage:
+        return schedule
+    rows = whole_stage_rows(placement, schedule.actions, count, cost)
+    return Schedule(placement, rows, name=schedule.name)

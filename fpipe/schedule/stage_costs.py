@@ -1,10 +1,14 @@
-"""The cost of each stage on one placement, and of each hop between them."""
+"""The cost of each stage on one placement, also of stages that recompute, and of each hop."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Final
 
+from fpipe.errors import ScheduleError
+from fpipe.schedule.arguments import PerStage, values_of_stages
 from fpipe.schedule.link_queues import Link
 
 
@@ -90,3 +94,96 @@ class StageCosts:
         for gradient, hop in zip(self.gradient[:0:-1], self.up[::-1], strict=True):
             returns.append(returns[-1] + gradient + hop)
         return tuple(starts), tuple(returns[::-1])
+
+
+_TIMES: Final = ("f", "i", "w", "b", "update", "recompute")  # which ranks divide by their speed
+
+
+def placed_values(
+    values: Mapping[str, PerStage],
+    placement: Sequence[int],
+    ranks: int,
+    speed: Sequence[float] | None,
+) -> dict[str, tuple[float, ...]]:
+    """A value for each stage of each of these arguments of a cost.
+
+    Args:
+        values: of the arguments, by name.
+        placement: the rank of each stage.
+        ranks: number of ranks.
+        speed: of each rank; None where all are alike.
+
+    Raises:
+        ScheduleError: a sequence has not one value per stage, or there are too few speeds.
+
+    Example:
+        >>> placed_values({"f": 6, "activation": 2}, [0, 1, 1, 0], 2, speed=[1, 3])
+        {'f': (3.0, 1.0, 1.0, 3.0), 'activation': (1.0, 1.0, 1.0, 1.0)}
+    """
+    if speed is not None and len(speed) < ranks:
+        raise ScheduleError(
+            f"cost.speed has {len(speed)} values for {ranks} ranks: give one per rank"
+        )
+    placed = {}
+    for name, value in values.items():
+        each = values_of_stages(name, value, len(placement), ranks)
+        if speed is not None and name in _TIMES:
+            each = tuple(time / speed[rank] for time, rank in zip(each, placement, strict=True))
+        placed[name] = each
+    return placed
+
+
+def check_freed(kept: Sequence[float], freed: Sequence[float]) -> None:
+    """Raise a `ScheduleError` where I would free more than F keeps."""
+    for stage, (has, frees) in enumerate(zip(kept, freed, strict=True)):
+        if frees > has * (1 + 1e-9):  # which may have been scaled otherwise
+            raise ScheduleError(
+                f"cost.freed_by_i is {frees:g} for stage {stage} and cost.activation is "
+                f"{has:g}: I cannot free more than F keeps"
+            )
+
+
+def choices_of(remat: str | Sequence[str], stages: int) -> list[str]:
+    """``"full"`` or ``"none"`` for each stage.
+
+    Raises:
+        ScheduleError: `remat` is neither of them, and has not one of them for each stage.
+    """
+    each = [remat] * stages if isinstance(remat, str) else list(remat)
+    if len(each) != stages or not set(each) <= {"none", "full"}:
+        raise ScheduleError(
+            f"remat={remat!r:.60} must be 'none' or 'full', or one of these for each of the "
+            f"{stages} stages"
+        )
+    return each
+
+
+def recomputed(
+    costs: StageCosts, choices: Sequence[str], more: Sequence[float], keeps: Sequence[float]
+) -> dict[str, Any]:
+    """The arguments of a cost with these choices, a value for each stage.
+
+    Args:
+        costs: where no stage computes again.
+        choices: ``"full"`` for each stage that does, ``"none"`` for the others.
+        more: by how much longer the backward of each stage is then.
+        keeps: what F of each stage keeps then.
+
+    Raises:
+        ScheduleError: a stage would keep more than where it does not compute again.
+    """
+    i, b, kept, freed = map(list, (costs.i, costs.b, costs.activation, costs.freed_by_i))
+    for stage, choice in enumerate(choices):
+        if choice == "none":
+            continue
+        if keeps[stage] > kept[stage] * (1 + 1e-9):
+            raise ScheduleError(
+                f"cost.kept is {keeps[stage]:g} for stage {stage} and cost.activation is "
+                f"{kept[stage]:g}: a stage that computes again keeps no more than one that "
+                "does not"
+            )
+        i[stage] += more[stage]
+        b[stage] += more[stage]
+        freed[stage] += keeps[stage] - kept[stage]
+        kept[stage] = keeps[stage]
+    return {"f": costs.f, "i": i, "w": costs.w, "b": b, "activation": kept, "freed_by_i": freed}

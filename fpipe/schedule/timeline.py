@@ -346,7 +346,7 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         """The picture in a notebook, as wide as the page at most, however long the timeline."""
-        from fpipe.schedule.picture.notebook import figure
+        from fpipe.schedule.picture.page import figure
 
         return figure([self._chart(None, waits=False)])
 

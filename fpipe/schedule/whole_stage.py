@@ -1,14 +1,272 @@
-"""The whole-stage actions that a cost has times for, put into rows and schedules without any."""
+"""Whole-stage actions, put into the rows of a schedule: of sharded parameters, of an optimizer.
+
+    0F0 0F1 0B0 0B1  ──►  0UNSHARD 0F0 0F1 0B0 0B1 0RESHARD 0REDUCE_GRAD
+    0F0 0B0 · · 1F0  ──►  0F0 0B0 0UPDATE · 1F0         in the first idle time that is long enough
+
+The policy of sharding is two numbers: how many stages of a rank are gathered at one time, and how
+many microbatches of gradients are added up before they are reduced (FSDP and ZeRO, arXiv
+1910.02054).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import inf
+from typing import Final, NamedTuple
 
-from fpipe.schedule.action import Action
+from fpipe.errors import ScheduleError
+from fpipe.schedule.action import COMPUTE_OPS, SHARDING_OPS, Action, Op
+from fpipe.schedule.arguments import plain_integer
+from fpipe.schedule.clocks import run_rows
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.sharding import STEP, sharded_rows
-from fpipe.schedule.updating import updated_rows
+
+_UNIT: Final = Cost(f=1, i=1, w=1, update=1)
+
+
+def updated_rows(
+    placement: Sequence[int], rows: Sequence[Sequence[Action]], microbatches: int, cost: Cost | None
+) -> list[list[Action]]:
+    """Rows with `UPDATE` put in; those that they had are left out.
+
+    Args:
+        placement: the rank of each stage.
+        rows: the actions of each rank.
+        microbatches: how many there are.
+        cost: as for `Schedule.updated`.
+
+    Raises:
+        ScheduleError: the rows cannot run, or the cost does not fit them.
+    """
+    cost = _UNIT if cost is None else cost
+    costs = cost.on(placement, len(rows))
+    plain = [[action for action in row if action.op != Op.UPDATE] for row in rows]
+    times = run_rows(plain, costs, cost.sizes_of(microbatches))
+    if any(len(row) != len(ends) for row, ends in zip(plain, times.ends, strict=True)):
+        raise ScheduleError("the schedule cannot run: fpipe.verify says why")
+    beside = SHARDING_OPS if costs.collective_lane else frozenset()
+    return [
+        _with_updates(row, starts, ends, costs.update, beside)
+        for row, starts, ends in zip(plain, times.starts, times.ends, strict=True)
+    ]
+
+
+def _with_updates(
+    row: Sequence[Action],
+    starts: Sequence[float],
+    ends: Sequence[float],
+    update: Sequence[float],
+    beside: frozenset[Op],
+) -> list[Action]:
+    """One row with its updates.
+
+    Args:
+        row: the actions of a rank.
+        starts: when each of them starts.
+        ends: when each of them ends.
+        update: the time of each stage's update.
+        beside: the ops that do not occupy the rank.
+    """
+    ready: dict[int, tuple[int, float]] = {}  # stage -> place and time of its last gradient
+    for place, (action, end) in enumerate(zip(row, ends, strict=True)):
+        if action.op in (Op.W, Op.B, Op.REDUCE_GRAD):
+            ready[action.stage] = (place + 1, end)
+    occupies = [action.op not in beside for action in row]
+    put: dict[int, list[Action]] = {}
+    for gap in first_gaps(
+        [start if alone else -inf for start, alone in zip(starts, occupies, strict=True)],
+        [end if alone else -inf for end, alone in zip(ends, occupies, strict=True)],
+        ready,
+        update,
+    ):
+        put.setdefault(gap.place, []).append(Action(gap.stage, Op.UPDATE, None))
+    whole: list[Action] = []
+    for place in range(len(row) + 1):
+        whole += [*put.get(place, []), *row[place : place + 1]]
+    return whole
+
+
+class Gap(NamedTuple):
+    """Where an update goes: its stage, the place in the row before which it stands, its end."""
+
+    stage: int
+    place: int
+    end: float
+
+
+def first_gaps(
+    starts: Sequence[float],
+    ends: Sequence[float],
+    ready: Mapping[int, tuple[int, float]],
+    update: Sequence[float],
+) -> list[Gap]:
+    """The first idle time that is long enough for each update; the end of the row where none is.
+
+    Args:
+        starts: when each action of a row starts; ``-inf`` for one that does not occupy the rank.
+        ends: when each of them ends, ``-inf`` likewise.
+        ready: per stage, the place behind its last gradient, and when that is reduced.
+        update: the time of each stage's update.
+
+    Example:
+        >>> first_gaps([0, 4], [1, 5], {0: (1, 1), 1: (2, 5)}, [2, 2])
+        [Gap(stage=0, place=1, end=3), Gap(stage=1, place=2, end=7)]
+    """
+    free = list(accumulate(ends, max, initial=0.0))  # when the rank is, before each action
+    gaps = []
+    for stage, (first, reduced) in sorted(ready.items(), key=lambda item: item[1]):
+        for place in range(first, len(free)):
+            end = max(free[place], reduced) + update[stage]
+            if place == len(starts) or end <= starts[place]:
+                free[place] = end
+                gaps.append(Gap(stage, place, end))
+                break
+    return gaps
+
+
+STEP = "step"
+"""Once a step."""
+
+
+def sharded_rows(
+    rows: Sequence[Sequence[Action]], gather: int | str, reduce: int | str
+) -> list[list[Action]]:
+    """Rows with `UNSHARD`, `RESHARD` and `REDUCE_GRAD` put in, and no other whole-stage actions.
+
+    Args:
+        rows: the actions of each rank.
+        gather: as for `Schedule.sharded`.
+        reduce: as for `Schedule.sharded`.
+
+    Raises:
+        ScheduleError: one of them is neither ``"step"`` nor a number of at least 1.
+    """
+    window = _read("gather", gather, "stages")
+    every = _read("reduce", reduce, "microbatches")
+    plain = [[a for a in row if a.op in COMPUTE_OPS] for row in rows]
+    return [_reduced(_gathered(row, window), every) for row in plain]
+
+
+def gathered_at_once(row: Sequence[Action]) -> int:
+    """The most stages of a rank that are gathered at any time, by its row."""
+    held: set[int] = set()
+    most = 0
+    for stage, op, _ in row:
+        if op == Op.UNSHARD:
+            held.add(stage)
+        elif op == Op.RESHARD:
+            held.discard(stage)
+        most = max(most, len(held))
+    return most
+
+
+def _read(name: str, value: int | str, of: str) -> float:
+    """A policy as a number, which is infinite for once a step."""
+    if value == STEP:
+        return inf
+    number = plain_integer(value)
+    if number is None or isinstance(value, bool) or number < 1:
+        raise ScheduleError(
+            f'{name}={value!r:.60} must be "step", for once a step, or a number of {of}, 1 or more'
+        )
+    return number
+
+
+def _segments(row: Sequence[Action]) -> list[tuple[int, list[Action]]]:
+    """The row as runs of actions of one stage."""
+    segments: list[tuple[int, list[Action]]] = []
+    for action in row:
+        if not segments or segments[-1][0] != action.stage:
+            segments.append((action.stage, []))
+        segments[-1][1].append(action)
+    return segments
+
+
+def _gathered(row: Sequence[Action], window: float) -> list[Action]:
+    """The row with `UNSHARD` and `RESHARD`, and at most `window` stages gathered at any time.
+
+    The stage that is needed next is gathered while the one before it computes, if there is room;
+    to make room, that goes which is needed last (Belady's rule).
+    """
+    segments = _segments(row)
+    stages = list(dict.fromkeys(stage for stage, _ in segments))
+    if window >= len(stages):
+        return [*(_unshard(stage) for stage in stages), *_until_last_use(row)]
+    found: list[Action] = []
+    held: list[int] = []
+
+    def next_use(stage: int, after: int) -> float:
+        uses = (at for at in range(after, len(segments)) if segments[at][0] == stage)
+        return next(uses, inf)
+
+    def gather(stage: int, after: int, keep: int) -> None:
+        """Gather a stage, unless there is no room for it but that of what is needed sooner."""
+        if stage in held:
+            return
+        if len(held) >= window:
+            rest = [own for own in held if own != keep]
+            if not rest:
+                return
+            last = max(rest, key=lambda own: next_use(own, after))
+            if next_use(last, after) < next_use(stage, after):
+                return
+            held.remove(last)
+            found.append(_reshard(last))
+        held.append(stage)
+        found.append(_unshard(stage))
+
+    for at, (stage, actions) in enumerate(segments):
+        gather(stage, at, keep=-1)
+        if at + 1 < len(segments):
+            gather(segments[at + 1][0], at + 1, keep=stage)
+        found += actions
+        if next_use(stage, at + 1) == inf:
+            held.remove(stage)
+            found.append(_reshard(stage))
+    return found
+
+
+def _until_last_use(row: Sequence[Action]) -> Iterator[Action]:
+    """The actions of a row, and a `RESHARD` behind the last one of each stage."""
+    last = {action.stage: at for at, action in enumerate(row)}
+    for at, action in enumerate(row):
+        yield action
+        if last[action.stage] == at:
+            yield _reshard(action.stage)
+
+
+def _reduced(row: Sequence[Action], every: float) -> list[Action]:
+    """The row with `REDUCE_GRAD` of a stage after so many weight gradients, and after the last."""
+    left: dict[int, int] = {}
+    for stage, op, _ in row:
+        left[stage] = left.get(stage, 0) + (op in (Op.W, Op.B))
+    since = dict.fromkeys(left, 0)
+    found: list[Action] = []
+    due: int | None = None
+    for action in row:
+        stage, op, _ = action
+        if due is not None and op in COMPUTE_OPS:
+            found.append(_reduce_grad(due))
+            due = None
+        found.append(action)
+        if op in (Op.W, Op.B):
+            left[stage] -= 1
+            since[stage] += 1
+            if since[stage] >= every or not left[stage]:
+                due, since[stage] = stage, 0
+    return found if due is None else [*found, _reduce_grad(due)]
+
+
+def _unshard(stage: int) -> Action:
+    return Action(stage, Op.UNSHARD, None)
+
+
+def _reshard(stage: int) -> Action:
+    return Action(stage, Op.RESHARD, None)
+
+
+def _reduce_grad(stage: int) -> Action:
+    return Action(stage, Op.REDUCE_GRAD, None)
 
 
 def whole_stage_rows(
@@ -31,22 +289,3 @@ def whole_stage_rows(
     if cost.updates:
         rows = updated_rows(placement, rows, microbatches, cost)
     return rows
-
-
-def with_whole_stage(schedule: Schedule, cost: Cost) -> Schedule:
-    """The schedule with `whole_stage_rows`, under its name; one that has any stays as it is.
-
-    Raises:
-        ScheduleError: the schedule cannot run, or the cost does not fit it.
-
-    Example:
-        >>> from fpipe import Cost, schedules
-        >>> cost = Cost(f=1, i=1, w=1, reduce_grad=2)
-        >>> print(*with_whole_stage(schedules.gpipe(ranks=1, microbatches=1), cost).actions[0])
-        0UNSHARD 0F0 0B0 0RESHARD 0REDUCE_GRAD
-    """
-    placement, count = schedule.placement, schedule.num_microbatches
-    if schedule.is_sharded or schedule.has_updates or not cost.has_whole_stage:
-        return schedule
-    rows = whole_stage_rows(placement, schedule.actions, count, cost)
-    return Schedule(placement, rows, name=schedule.name)

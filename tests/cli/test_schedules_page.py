@@ -11,7 +11,7 @@ import pytest
 from benchmarks.search import choosing
 from fpipe import Cost, schedules, simulate
 from fpipe.cli import main
-from fpipe.schedule.whole_stage import with_whole_stage
+from fpipe.schedule.simulator import with_whole_stage
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "schedules.md").read_text("utf-8")

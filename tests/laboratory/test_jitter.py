@@ -19,7 +19,7 @@ from fpipe.schedule.searching.evaluator import make_evaluator
 from fpipe.schedule.searching.problem import make_problem, to_order, to_schedule
 from fpipe.schedule.searching.result import USUAL
 from fpipe.schedule.searching.robust import MeanEvaluator
-from fpipe.schedule.whole_stage import with_whole_stage
+from fpipe.schedule.simulator import with_whole_stage
 from tests.laboratory.relaxation import relaxed
 from tests.laboratory.test_links import linked
 from tests.laboratory.test_whole_stage import every_row

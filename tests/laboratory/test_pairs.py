@@ -30,7 +30,7 @@ from fpipe.schedule.events import partners
 from fpipe.schedule.jitter import Draws
 from fpipe.schedule.searching.evaluator import make_evaluator
 from fpipe.schedule.searching.problem import make_problem, to_order
-from fpipe.schedule.whole_stage import with_whole_stage
+from fpipe.schedule.simulator import with_whole_stage
 from tests.laboratory.relaxation import Place, relaxed
 from tests.laboratory.test_links import linked
 

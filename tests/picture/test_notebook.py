@@ -13,7 +13,7 @@ import fpipe
 from fpipe import Cost, Schedule, schedules, search, simulate
 from fpipe.modules.stage_shares import Balance, StageShare
 from fpipe.schedule.picture.coordinates import LEFT, RIGHT
-from fpipe.schedule.picture.notebook import BAND, LARGEST
+from fpipe.schedule.picture.page import BAND, LARGEST
 from fpipe.schedule.picture.tables import table
 
 PAGE = BAND + LEFT + RIGHT

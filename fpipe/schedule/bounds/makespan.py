@@ -10,6 +10,7 @@ from typing import Final, Literal, TypeAlias
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import (
+    MOST,
     check_ordered,
     is_several,
     plain_counts,
@@ -27,7 +28,6 @@ from fpipe.schedule.bounds.rank_bounds import (
 )
 from fpipe.schedule.bounds.whole_stage import with_whole_stage_work
 from fpipe.schedule.cost import Cost, check_cost
-from fpipe.schedule.cost_arguments import MOST
 from fpipe.schedule.placements import plain_placement, stages_by_rank
 from fpipe.schedule.scaled_costs import alike, with_times
 from fpipe.schedule.stage_costs import StageCosts

@@ -1,4 +1,4 @@
-"""The content of a picture in any form: timed boxes, waits, messages, memory."""
+"""The content of a picture in any form: timed boxes, waits, messages, memory; also in words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
@@ -27,7 +27,8 @@ from fpipe.schedule.events import (
     time_taken,
     waits_of,
 )
-from fpipe.schedule.grid import Rows
+from fpipe.schedule.grid import Rows, one_line, sizes
+from fpipe.schedule.picture.captions import short, timed
 from fpipe.schedule.placements import stages_on
 
 
@@ -317,3 +318,45 @@ def unit_chart(schedule: Rows, name: str, *, waits: bool = True) -> Chart:
     return draw_up(
         name, schedule.placement, events, Cost(f=1, i=1, w=1), note=note, waits=waits and runs
     )
+
+
+SPOKEN: Final = 16  # ranks of which a description tells one by one
+BETWEEN: Final = " · "  # between two facts
+
+
+def facts(chart: Chart) -> str:
+    """The size and the makespan of a schedule, and the note on its times."""
+    texts = [
+        sizes(len(chart.rows), len(chart.placement), chart.microbatches),
+        f"makespan {timed(chart.makespan, chart.unit)}",
+        *([chart.note] if chart.note else []),
+    ]
+    return BETWEEN.join(texts)
+
+
+def stage_names(chart: Chart, rank: int) -> str:
+    """The stages of a rank in words; empty if it runs only the stage of the same number."""
+    stages = chart.stages_of(rank)
+    if stages == (rank,):
+        return ""
+    if not stages:
+        return "no stage"
+    named = ", ".join(map(str, stages)) if len(stages) < 4 else f"{stages[0]}, {stages[1]}, …"
+    return f"{'stage' if len(stages) == 1 else 'stages'} {named}"
+
+
+def idle(chart: Chart, rank: int) -> str:
+    """The idle share of a rank, in percent."""
+    return f"idle {100 * chart.idle(rank):.1f} %"
+
+
+def described(chart: Chart) -> str:
+    """A picture of the chart in words, for readers who do not see it."""
+    ranks = range(len(chart.rows))
+    each = [f"rank {rank} {idle(chart, rank)}, peak {short(chart.peaks[rank])}" for rank in ranks]
+    if len(each) > SPOKEN:
+        least, most = (short(100 * edge(map(chart.idle, ranks))) for edge in (min, max))
+        peaks = f"peaks up to {short(max(chart.peaks))}"
+        each = [f"idle {least} to {most} % of the time of a rank, {peaks}"]
+    name = one_line(chart.name)
+    return f"{name}: {facts(chart).replace(BETWEEN, ', ')}; {'; '.join(each)}."

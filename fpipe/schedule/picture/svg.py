@@ -17,9 +17,17 @@ from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import plain_number
 from fpipe.schedule.events import Steps
 from fpipe.schedule.picture.captions import marked_up, readable_unit, short, ticks
-from fpipe.schedule.picture.chart import Box, Chart, fillings
+from fpipe.schedule.picture.chart import (
+    BETWEEN,
+    Box,
+    Chart,
+    described,
+    facts,
+    fillings,
+    idle,
+    stage_names,
+)
 from fpipe.schedule.picture.coordinates import GAP, LANE, LEFT, MEMORY, RIGHT, Scale, px
-from fpipe.schedule.picture.facts import BETWEEN, described, facts, idle, stage_names
 from fpipe.schedule.picture.legend import (
     CAPITAL,
     COLOURS,

@@ -13,8 +13,7 @@ from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.choosing import Case, Task, search_choices
 from fpipe.schedule.searching.cutting import Cuts
 from fpipe.schedule.searching.result import SearchResult
-from fpipe.schedule.simulator import simulate
-from fpipe.schedule.whole_stage import with_whole_stage
+from fpipe.schedule.simulator import simulate, with_whole_stage
 
 
 def best_choice(

@@ -57,9 +57,8 @@ from fpipe.schedule.searching.robust import find_robust, steadiest
 from fpipe.schedule.searching.seeds import GUESSED, order_of, seeds
 from fpipe.schedule.searching.tightening import tighten
 from fpipe.schedule.searching.windows import reorder_windows
-from fpipe.schedule.simulator import simulate
+from fpipe.schedule.simulator import simulate, with_whole_stage
 from fpipe.schedule.verifier import check_schedule, verify
-from fpipe.schedule.whole_stage import with_whole_stage
 
 log = logging.getLogger("fpipe")
 

@@ -12,9 +12,8 @@ from fpipe.schedule.grid import one_line
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.problem import Problem
 from fpipe.schedule.searching.seeds import named_families
-from fpipe.schedule.simulator import simulate
+from fpipe.schedule.simulator import simulate, with_whole_stage
 from fpipe.schedule.timeline import Timeline
-from fpipe.schedule.whole_stage import with_whole_stage
 
 SearchObjective: TypeAlias = Literal["makespan", "span", "robust"]
 USUAL: Final = 0.05  # the jitter at which a result is compared with families

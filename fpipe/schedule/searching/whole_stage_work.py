@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from fpipe.schedule.searching.problem import Problem
-from fpipe.schedule.updating import first_gaps
+from fpipe.schedule.whole_stage import first_gaps
 
 _GATE, _UNSHARD, _DONE, _REDUCE, _UPDATE = range(5)
 _KINDS: Final = 5
