@@ -25,9 +25,9 @@ from fpipe.recording import record
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.bounds.makespan import lower_bound
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.jitter import Jitter
 from fpipe.schedule.searching.finder import search
 from fpipe.schedule.searching.result import SearchResult
+from fpipe.schedule.simulation.jitter import Jitter
 from fpipe.schedule.simulator import simulate
 from fpipe.schedule.timeline import Timeline
 from fpipe.schedule.verifier import verify
@@ -35,7 +35,6 @@ from fpipe.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fpipe import losses, nn, random, reductions
-    from fpipe.current import step, use
     from fpipe.divide.cuts import cut
     from fpipe.entry import pipeline
     from fpipe.microbatches import Microbatches
@@ -44,9 +43,9 @@ if TYPE_CHECKING:
     from fpipe.modules.module_entry import from_module
     from fpipe.modules.module_pipeline import ModulePipeline
     from fpipe.modules.stage_shares import Balance
-    from fpipe.pipelines import Pipeline
+    from fpipe.pipelines import Pipeline, step, use
     from fpipe.profiling import profile
-    from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
+    from fpipe.spec.results import ForwardAux, Step, StepAux, StepState, StepStateAux
     from fpipe.spec.user_functions import Stage
     from fpipe.training.train_entry import train
     from fpipe.training.train_step import (
@@ -142,7 +141,7 @@ __all__ = [
 _LAZY = {
     name: module
     for module, names in (
-        ("fpipe.current", "step use"),
+        ("fpipe.pipelines", "step use"),
         ("fpipe.pipelines", "Pipeline"),
         ("fpipe.entry", "pipeline"),
         ("fpipe.microbatches", "Microbatches"),
@@ -153,7 +152,7 @@ _LAZY = {
         ("fpipe.modules.stage_shares", "Balance"),
         ("fpipe.transforms.norms", "Clipped clip_by_global_norm global_norm"),
         ("fpipe.profiling", "profile"),
-        ("fpipe.results", "ForwardAux Step StepAux StepState StepStateAux"),
+        ("fpipe.spec.results", "ForwardAux Step StepAux StepState StepStateAux"),
         ("fpipe.divide.cuts", "cut"),
         ("fpipe.spec.user_functions", "Stage"),
         (

@@ -28,9 +28,8 @@ from fpipe.autograd.history import (
     without_history,
 )
 from fpipe.autograd.levels import call_within
-from fpipe.definition import Definition
 from fpipe.errors import FpipeError
-from fpipe.execute.choosing import controller_of, workshop_of
+from fpipe.execute.controllers import controller_of, workshop_of
 from fpipe.execute.header import CLIPS, PREPARES, TRAINS, Addend, Marked
 from fpipe.execute.requests import Gather, Reader, Request
 from fpipe.execute.run_result import RunResult
@@ -41,7 +40,8 @@ from fpipe.inputs.signature import Goal
 from fpipe.plan.workshop import Workshop
 from fpipe.program.program import Program
 from fpipe.random.keyed_mode import PIPELINES_AROUND
-from fpipe.results import ForwardAux
+from fpipe.spec.definition import Definition
+from fpipe.spec.results import ForwardAux
 from fpipe.trace.isolation import IS_TRACING, refuse_within
 
 T = TypeVar("T")

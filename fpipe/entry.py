@@ -11,18 +11,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.convention import called
-from fpipe.definition import Definition
 from fpipe.errors import StageError, a_type
 from fpipe.pieces.backends import Compile
-from fpipe.pieces.remat import Remat
+from fpipe.pieces.partition import Remat
 from fpipe.pipelines import Pipeline
-from fpipe.placing import devices_of_ranks, group_of, placed
 from fpipe.schedule import Schedule
+from fpipe.spec.convention import called
 from fpipe.spec.data import Reduce, read_data
+from fpipe.spec.definition import Definition
 from fpipe.spec.objective import Trainable
-from fpipe.spec.offload import read_offload
-from fpipe.spec.precision import cast_function, cast_stages, read_policy
+from fpipe.spec.placing import devices_of_ranks, group_of, placed
+from fpipe.spec.policies import cast_function, cast_stages, read_offload, read_policy
 from fpipe.spec.user_functions import Stage
 
 if TYPE_CHECKING:  # to import it takes a tenth of a second

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from fpipe.errors import FpipeError
 from fpipe.schedule import Action, Schedule
 from fpipe.schedule.dependencies import chain, dependencies
-from fpipe.schedule.events import Event
 from fpipe.schedule.grid import one_line
+from fpipe.schedule.simulation.events import Event
 from fpipe.schedule.timeline import Timeline
 
 Marks = dict[Action, tuple[float, float]]

@@ -18,11 +18,11 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.definition import ARGUMENTS, Alone, Definition
 from fpipe.functional.dual import derivative
 from fpipe.functional.ensemble import ensemble
 from fpipe.functional.pullback import pullback
 from fpipe.plan.workshop import Workshop
+from fpipe.spec.definition import ARGUMENTS, Alone, Definition
 from fpipe.torch_internals import temporarily_clear_interpreter_stack
 
 Method = Literal["step", "value", "forward", "run_step", "run_value", "run_forward"]

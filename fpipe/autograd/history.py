@@ -22,11 +22,11 @@ from fpipe import pytree
 from fpipe.autograd.derived_pipelines import Callee, vjp_of, with_argnums
 from fpipe.autograd.operation import Call
 from fpipe.autograd.rules import check_same_outputs, refuse_redrawing
-from fpipe.convention import scaled
-from fpipe.definition import ARGUMENTS
 from fpipe.errors import BatchError, FpipeError, StageError
 from fpipe.execute.header import HISTORY
 from fpipe.inputs.signature import is_differentiable
+from fpipe.spec.convention import scaled
+from fpipe.spec.definition import ARGUMENTS
 from fpipe.torch_internals import functorch
 
 BY_PARAMETERS: Final = (

@@ -25,7 +25,7 @@ from fpipe.autograd.history import has_history, is_tracked, tracked_step, tracke
 from fpipe.autograd.operation import Call, refusal
 from fpipe.dtensors import refuse_transformed
 from fpipe.inputs.ambient import refuse_modes
-from fpipe.results import Step, StepAux
+from fpipe.spec.results import Step, StepAux
 from fpipe.torch_internals import functorch, retrieve_current_functorch_interpreter
 
 

@@ -29,10 +29,10 @@ from fpipe.autograd.derived_pipelines import (
     member_of,
     with_argnums,
 )
-from fpipe.convention import scaled
-from fpipe.definition import ARGUMENTS, Definition
 from fpipe.errors import FpipeError
 from fpipe.functional.ensemble import stacked_along
+from fpipe.spec.convention import scaled
+from fpipe.spec.definition import ARGUMENTS, Definition
 from fpipe.torch_internals import functorch
 
 Trees = dict[int, Any]

@@ -19,8 +19,8 @@ from fpipe.cli.options import (
 )
 from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.jitter import Jitter
 from fpipe.schedule.schedule import Schedule
+from fpipe.schedule.simulation.jitter import Jitter
 from fpipe.schedule.simulator import simulate, with_whole_stage
 
 

@@ -10,7 +10,7 @@ from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.exchange.files import is_number
 from fpipe.schedule.exchange.json_file import KEYS
-from fpipe.schedule.jitter import Jitter
+from fpipe.schedule.simulation.jitter import Jitter
 
 
 class Parser(argparse.ArgumentParser):

@@ -20,8 +20,7 @@ from torch import Tensor, fx
 from fpipe.checks.explain import Untraceable
 from fpipe.divide.demand import Demand, Output
 from fpipe.graph.joint import Cotangent, Source, Upstream
-from fpipe.graph.layouts import memory_order
-from fpipe.graph.nodes import TURN, value_of
+from fpipe.graph.nodes import TURN, memory_order, value_of
 from fpipe.torch_internals import FakeTensorMode
 from fpipe.trace.labels import Edge, Labels, Turn
 

@@ -15,25 +15,30 @@ import torch
 import torch.distributed as dist
 
 from fpipe import pytree
-from fpipe.definition import Definition
 from fpipe.errors import PipelineError, StageError, error_text
 from fpipe.execute.ahead import Ahead, prelude
 from fpipe.execute.calls import Agreed, Arguments
 from fpipe.execute.fault import Fault, Torn
-from fpipe.execute.gathering import gather, gather_objects
-from fpipe.execute.gradient_squares import count_to_send, norm_of_ranks, squares_to_send
+from fpipe.execute.gathering import (
+    count_to_send,
+    gather,
+    gather_objects,
+    norm_of_ranks,
+    squares_to_send,
+)
 from fpipe.execute.meshes import Rows, agree_on_states
 from fpipe.execute.run_result import LossSum, RunResult, loss_sum
 from fpipe.execute.watch import Watch
-from fpipe.host_memory import CPU
 from fpipe.inputs.ambient import without_autocast
 from fpipe.inputs.batch import SplitBatch
+from fpipe.inputs.host_memory import CPU
 from fpipe.inputs.params import Parameters
 from fpipe.plan.plan import Plan
 from fpipe.program.instrument import observed
 from fpipe.program.interpreter import ConnectionLost, Interrupted, Run, load
 from fpipe.program.program import Compute, Free, Program, Recv, Send, WaitRecv, WaitSend
 from fpipe.recording import ACTIVE, Clock, Marks, aligned, timeline_of
+from fpipe.spec.definition import Definition
 from fpipe.transport.group import GroupTransport
 
 

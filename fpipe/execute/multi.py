@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fpipe.definition import Definition
 from fpipe.dtensors import recall
 from fpipe.errors import FpipeError, PipelineError, error_text
 from fpipe.execute.ahead import Ahead
@@ -50,7 +49,9 @@ from fpipe.inputs.signature import Goal
 from fpipe.plan.planner import Planner
 from fpipe.program.interpreter import ConnectionLost
 from fpipe.program.program import Program
-from fpipe.transport.connect import Lines, carriers, device_of, lines_of, store_to_ask
+from fpipe.spec.definition import Definition
+from fpipe.spec.placing import carriers, device_of
+from fpipe.transport.connect import Lines, lines_of, store_to_ask
 from fpipe.transport.group import GroupTransport, StagedTransport, hindrances
 
 log = logging.getLogger("fpipe")

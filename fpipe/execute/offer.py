@@ -15,7 +15,7 @@ from fpipe import pytree
 from fpipe.errors import BatchError
 from fpipe.execute.fault import check_problems, odd_one_out, refusal
 from fpipe.execute.sample import COPIED, ROUNDING, Sample, unlike
-from fpipe.graph.layouts import Layout
+from fpipe.graph.nodes import Layout
 from fpipe.inputs.ambient import Ambient
 from fpipe.inputs.signature import TreeShape, in_words, unlike_keys
 

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from fpipe.convention import DEFERRED, PLAIN, STATE
-from fpipe.definition import ONE_BATCH, Definition
 from fpipe.dtensors import refuse_transformed
 from fpipe.errors import BatchError
 from fpipe.execute.header import Addend, Marked
@@ -26,6 +24,8 @@ from fpipe.inputs.signature import Goal
 from fpipe.plan.planner import Planner
 from fpipe.program.program import Program
 from fpipe.random.key_tensors import check_key, is_key
+from fpipe.spec.convention import DEFERRED, PLAIN, STATE
+from fpipe.spec.definition import ONE_BATCH, Definition
 
 
 class Request(NamedTuple):

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from fpipe import dtensors, pytree
-from fpipe.convention import PLAIN
-from fpipe.definition import Definition
 from fpipe.inputs.batch import merge
 from fpipe.inputs.params import Moved, Parameters
 from fpipe.inputs.signature import is_differentiable, memory_of
 from fpipe.plan.plan import Plan
 from fpipe.program.interpreter import Run
-from fpipe.results import Step, StepAux, StepState, StepStateAux
+from fpipe.spec.convention import PLAIN
+from fpipe.spec.definition import Definition
+from fpipe.spec.results import Step, StepAux, StepState, StepStateAux
 
 
 class LossSum(NamedTuple):

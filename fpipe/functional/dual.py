@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.func import grad, jvp
 
 from fpipe import pytree
-from fpipe.definition import Definition
 from fpipe.errors import StageError, label_of
 from fpipe.functional.dual_arguments import DualArguments
 from fpipe.functional.forward_mode import differentiable_twice
 from fpipe.functional.stagewise import Parts, each_stage, refuse_state
 from fpipe.inputs.signature import is_differentiable
+from fpipe.spec.definition import Definition
 from fpipe.spec.user_functions import Returns, Taken
 from fpipe.torch_internals import beneath_forward_mode
 

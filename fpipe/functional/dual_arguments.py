@@ -15,10 +15,10 @@ from optree import PyTreeSpec
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.convention import Convention, Dual
 from fpipe.errors import BatchError
 from fpipe.functional.stagewise import Parts
 from fpipe.inputs.signature import is_differentiable
+from fpipe.spec.convention import Convention, Dual
 from fpipe.spec.objective import Trainable
 
 HINT = "the gradients that step returns have the structure of a vector"

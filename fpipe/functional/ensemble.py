@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.convention import COTANGENT
-from fpipe.definition import Alone, Definition
 from fpipe.errors import BatchError, StageError
 from fpipe.functional.batching import batching_rules, vmap_pytrees
 from fpipe.functional.ensemble_arguments import EnsembleArguments, behind_members
 from fpipe.functional.stagewise import Parts, each_stage
 from fpipe.microbatches import Microbatches
+from fpipe.spec.convention import COTANGENT
+from fpipe.spec.definition import Alone, Definition
 from fpipe.spec.objective import Sink
 
 

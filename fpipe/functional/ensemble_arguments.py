@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.convention import PLAIN, STATE, Convention, Dual, spared
 from fpipe.errors import BatchError
 from fpipe.functional.batching import vmap_pytrees
 from fpipe.functional.stagewise import Parts
 from fpipe.inputs.batch import Beneath
+from fpipe.spec.convention import PLAIN, STATE, Convention, Dual, spared
 
 HINT = "torch.stack makes one of the members' values"
 

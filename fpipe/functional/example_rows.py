@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.convention import COTANGENT, PLAIN, Convention, spared
-from fpipe.definition import Definition
 from fpipe.errors import StageError, check_choice
 from fpipe.functional.batching import batching_rules, vmap_pytrees
 from fpipe.functional.stagewise import RANDOMNESS, each_stage, refuse_argnums, refuse_state
 from fpipe.inputs.signature import is_differentiable
 from fpipe.microbatches import Microbatches
+from fpipe.spec.convention import COTANGENT, PLAIN, Convention, spared
+from fpipe.spec.definition import Definition
 from fpipe.spec.objective import Sink
 
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.convention import COTANGENT, Convention
-from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError, label_of
 from fpipe.functional.stagewise import each_stage
 from fpipe.inputs.signature import is_differentiable
 from fpipe.microbatches import Microbatches
+from fpipe.spec.convention import COTANGENT, Convention
+from fpipe.spec.definition import Definition
 from fpipe.spec.user_functions import Returns, Taken
 
 

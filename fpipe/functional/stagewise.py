@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError
 from fpipe.inputs.params import check_parts, contained
+from fpipe.spec.definition import Definition
 from fpipe.spec.user_functions import Stage
 
 RANDOMNESS = ("error", "different", "same")

@@ -22,8 +22,17 @@ import torch
 from torch import Tensor, fx
 
 from fpipe.errors import StageError
-from fpipe.graph.layouts import copied, memory_order
-from fpipe.graph.nodes import ancestors, base_of, inserted, is_view, marks_of, replace, value_of
+from fpipe.graph.nodes import (
+    ancestors,
+    base_of,
+    copied,
+    inserted,
+    is_view,
+    marks_of,
+    memory_order,
+    replace,
+    value_of,
+)
 from fpipe.inputs.ambient import without_autocast
 from fpipe.torch_internals import FakeTensorMode
 

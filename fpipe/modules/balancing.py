@@ -12,8 +12,6 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from fpipe import pytree, random
-from fpipe.checks.data_branches import once_more
-from fpipe.definition import Definition
 from fpipe.engine import Engine
 from fpipe.errors import PipelineError, StageError, check_flags, error_text
 from fpipe.execute.requests import Gather
@@ -29,7 +27,8 @@ from fpipe.profiling import profile
 from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import is_several, plain_number
 from fpipe.schedule.families.evaluation import all_forwards_first
-from fpipe.trace.isolation import one_at_a_time, uncompiled
+from fpipe.spec.definition import Definition
+from fpipe.trace.isolation import once_more, one_at_a_time, uncompiled
 
 log = logging.getLogger("fpipe")
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.definition import Definition
 from fpipe.divide.cuts import cut
 from fpipe.errors import StageError, a_type, check_flags
 from fpipe.live_line import working
@@ -24,13 +23,13 @@ from fpipe.modules.module_loss import Loss, definition_of, with_buffers, with_cu
 from fpipe.modules.module_pipeline import ModulePipeline
 from fpipe.modules.stage_shares import Balance
 from fpipe.pieces.backends import Compile
-from fpipe.pieces.remat import Remat
-from fpipe.placing import devices_of_ranks, group_of, placed
+from fpipe.pieces.partition import Remat
 from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import plain_integer
 from fpipe.spec.data import Reduce, read_data
-from fpipe.spec.offload import read_offload
-from fpipe.spec.precision import read_policy
+from fpipe.spec.definition import Definition
+from fpipe.spec.placing import devices_of_ranks, group_of, placed
+from fpipe.spec.policies import read_offload, read_policy
 
 if TYPE_CHECKING:  # to import it takes a tenth of a second
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy

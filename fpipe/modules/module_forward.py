@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.modules import module as modules
 
-from fpipe.checks import data_branches
 from fpipe.checks.explain import Untraceable, place, told_apart
 from fpipe.errors import StageError, a_type, error_text
+from fpipe.trace.isolation import is_compiling as traced_as_compiled
 from fpipe.trace.overrides.standin import Turns
 
 log = logging.getLogger("fpipe")
@@ -41,7 +41,7 @@ def explaining(name: str, *, is_compiling: bool | None) -> Iterator[None]:
         StageError: the forward cannot be traced; says what to do about it.
     """
     try:
-        with data_branches.is_compiling(is_compiling):
+        with traced_as_compiled(is_compiling):
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         at = place(error)

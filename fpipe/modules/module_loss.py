@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fpipe.convention import called
-from fpipe.definition import Definition
 from fpipe.divide.cuts import cut
 from fpipe.errors import BatchError, FpipeError, StageError, a_type, few
 from fpipe.modules.module_buffers import check_state, refuse_missing
@@ -33,8 +31,10 @@ from fpipe.modules.module_mode import Mode, refuse_lost
 from fpipe.modules.own_loss import OwnLoss, loss_of
 from fpipe.nn import buffers_of, call_and_note, called_with, state_of
 from fpipe.schedule import Schedule
+from fpipe.spec.convention import called
+from fpipe.spec.definition import Definition
 from fpipe.spec.objective import Trainable
-from fpipe.spec.precision import Precision
+from fpipe.spec.policies import Precision
 from fpipe.spec.user_functions import LOSS, Returns
 
 Loss = Callable[[Any, Any], Any]

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import pytree
 from fpipe.checks.purity import WriteGuard
-from fpipe.definition import Definition
 from fpipe.divide.dividing import Segment as Recorded
 from fpipe.divide.function_tracer import FunctionTracer
 from fpipe.errors import StageError, shown
@@ -40,6 +39,7 @@ from fpipe.modules.operation_costs import (
     saved_by,
     written_by,
 )
+from fpipe.spec.definition import Definition
 from fpipe.spec.objective import Objective
 from fpipe.trace.abstract import Abstract
 from fpipe.trace.data_dependence import Known

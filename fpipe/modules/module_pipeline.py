@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fpipe import pytree
 from fpipe.checkpoint.checkpoint_reader import Naming, reading
-from fpipe.definition import Definition
 from fpipe.dtensors import is_dtensor, local, placements_of
 from fpipe.engine import Engine
 from fpipe.errors import BatchError, StageError, a_type
@@ -22,7 +21,6 @@ from fpipe.execute.gathering import connected
 from fpipe.execute.offer import warn_of_other_copies
 from fpipe.execute.requests import Gather
 from fpipe.execute.sample import Sample, numbers
-from fpipe.holding import Make, whole
 from fpipe.inputs.signature import memory_of
 from fpipe.modules.module_buffers import (
     check_state,
@@ -34,8 +32,10 @@ from fpipe.modules.module_buffers import (
 from fpipe.modules.module_loss import ModuleLoss, with_copied_module
 from fpipe.modules.stage_shares import Balance
 from fpipe.nn import buffers_of, state_of, with_buffers
+from fpipe.parameters.holding import Make, whole
 from fpipe.pipelines import Pipeline
-from fpipe.transport.connect import device_of
+from fpipe.spec.definition import Definition
+from fpipe.spec.placing import device_of
 
 
 class ModulePipeline(Pipeline):

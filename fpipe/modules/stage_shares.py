@@ -14,7 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from fpipe.schedule import Op, Schedule
-from fpipe.schedule.events import counted_as
+from fpipe.schedule.simulation.events import counted_as
 
 if TYPE_CHECKING:  # it imports torch, and tables of schedules do not
     from fpipe.modules.module_parts import Crossing, Part

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fpipe.errors import StageError, error_text, label_of
 from fpipe.graph.inlining import with_draws_written_out
-from fpipe.graph.layouts import layouts_of
+from fpipe.graph.nodes import layouts_of
 from fpipe.pieces.boxed import Boxed, relaid
 from fpipe.pieces.inductor import by_inductor, module_of
 from fpipe.pieces.wgrad_sums import OPTION

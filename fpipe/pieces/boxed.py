@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fpipe.graph.layouts import Layout, unlike
+from fpipe.graph.nodes import Layout, unlike
 
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
 

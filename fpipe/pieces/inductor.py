@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fpipe.graph.layouts import Layout, lay_out, layouts_of, unlike
+from fpipe.graph.nodes import Layout, lay_out, layouts_of, unlike
 from fpipe.graph.rewrites import copy_of, with_uniform_draws
 from fpipe.pieces import inductor_lowerings
 from fpipe.pieces.boxed import Boxed, relaid

@@ -31,7 +31,7 @@ from fpipe.inputs.signature import (
     warn_of_other_rows,
 )
 from fpipe.live_line import working
-from fpipe.pieces.stage_code import StageCode
+from fpipe.plan.codes import StageCode
 from fpipe.plan.plan import Latest, Plan
 from fpipe.plan.replicated import gathered, replicas_of
 from fpipe.plan.workshop import Made, Workshop
@@ -41,11 +41,10 @@ from fpipe.program.replicas import Replicas
 from fpipe.program.values import Codes
 from fpipe.schedule import Op, Schedule
 from fpipe.schedule.families.evaluation import forwards_of
-from fpipe.schedule.required_ops import owed_by_actions
 from fpipe.schedule.whole_stage import STEP
 from fpipe.spec.data import Data
 from fpipe.spec.objective import Sink
-from fpipe.spec.offload import Offload
+from fpipe.spec.policies import Offload
 from fpipe.trace.isolation import held_back, one_at_a_time
 
 log = logging.getLogger("fpipe")
@@ -324,7 +323,7 @@ def _check_owed(schedule: Schedule, codes: Codes) -> None:
     Raises:
         ScheduleError: says which.
     """
-    for stage, paid in enumerate(owed_by_actions(schedule)):
+    for stage, paid in enumerate(schedule.required_ops):
         stage_codes = [codes(stage, microbatch) for microbatch in range(schedule.num_microbatches)]
         for op, kind, owes in (
             ("I", "input", any(code.input_grads for code in stage_codes)),

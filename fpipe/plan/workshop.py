@@ -13,19 +13,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from fpipe.checks.data_branches import once_more
 from fpipe.divide.function_tracer import FunctionTracer
 from fpipe.errors import StageError
 from fpipe.graph.joint import Source
 from fpipe.graph.nodes import may_draw
 from fpipe.inputs.signature import Signature, TreeShape, in_words
 from fpipe.pieces.compiler import Compiler
+from fpipe.pieces.partition import Policies
 from fpipe.pieces.piece import PREPARE, Piece
-from fpipe.pieces.remat import Policies
-from fpipe.pieces.stage_code import StageCode
-from fpipe.plan.codes import codes_of_stages, live_leaves
+from fpipe.plan.codes import StageCode, codes_of_stages, live_leaves
 from fpipe.trace.chain import Chain, ChainTracer
-from fpipe.trace.isolation import uncompiled
+from fpipe.trace.isolation import once_more, uncompiled
 
 Trained = tuple[frozenset[Source], ...]
 

@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fpipe.host_memory import CPU, empty_on_the_cpu
+from fpipe.inputs.host_memory import CPU, empty_on_the_cpu
 from fpipe.inputs.signature import Spec
 from fpipe.program.tasks import Tasks
 from fpipe.program.values import NOTHING, Computed, ParamValue, SumValue, Task, Value

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fpipe.graph.joint import BatchLeaf, Param, Source
 from fpipe.inputs.signature import Spec
 from fpipe.pieces.piece import PREPARE
-from fpipe.pieces.stage_code import StageCode
+from fpipe.plan.codes import StageCode
 from fpipe.program.collectives import Reductions, Row, with_gathers
 from fpipe.program.replicas import Replicas
 from fpipe.program.values import (

@@ -28,7 +28,7 @@ from fpipe.graph.joint import (
 from fpipe.inputs.signature import Spec
 from fpipe.pieces.boxed import Boxed
 from fpipe.pieces.piece import PREPARE
-from fpipe.pieces.stage_code import StageCode
+from fpipe.plan.codes import StageCode
 from fpipe.schedule import Action, Op
 
 Codes = Callable[[int, int], StageCode]

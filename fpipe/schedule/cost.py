@@ -28,8 +28,8 @@ from fpipe.schedule.arguments import (
 )
 from fpipe.schedule.exchange.files import PathLike, load, save
 from fpipe.schedule.exchange.json_file import format_cost, parse_cost
-from fpipe.schedule.link_queues import links_on
 from fpipe.schedule.placements import plain_placement
+from fpipe.schedule.simulation.link_queues import links_on
 from fpipe.schedule.stage_costs import (
     StageCosts,
     check_freed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -107,6 +108,33 @@ class Schedule:
     def has_updates(self) -> bool:
         """Whether it says when the optimizer's step of each stage is made."""
         return any(a.op == Op.UPDATE for row in self.actions for a in row)
+
+    @cached_property
+    def required_ops(self) -> tuple[str, ...]:
+        """The ops that each stage must run, by its actions, as `fpipe.verify` takes them.
+
+        Example:
+            >>> from fpipe import schedules
+            >>> schedules.zb_h1(ranks=2, microbatches=2).required_ops
+            ('FIW', 'FIW')
+        """
+        ops: defaultdict[tuple[int, int | None], set[str]] = defaultdict(set)
+        for row in self.actions:
+            for stage, op, microbatch in row:
+                ops[stage, microbatch].add(op)
+        forms: list[set[str]] = [set() for _ in self.placement]
+        for (stage, _), has in ops.items():
+            forms[stage].add("B" if Op.B in has else "".join(op for op in "IW" if op in has))
+        owed = []
+        passed = False  # whether the stage before owes a gradient, which this one then passes back
+        for form in forms:
+            # One microbatch with I alone shows that B elsewhere stands for I; the same holds for W.
+            halves = form & {"I", "W"} or form & {"B", "IW"}
+            i = passed or any(half != "W" for half in halves)
+            w = any(half != "I" for half in halves)
+            passed = i or w
+            owed.append("F" + "I" * i + "W" * w)
+        return tuple(owed)
 
     @property
     def gathered_at_once(self) -> int:

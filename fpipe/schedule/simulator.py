@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from itertools import repeat
 
-from fpipe.schedule.clocks import run_rows
 from fpipe.schedule.cost import Cost, check_cost
-from fpipe.schedule.events import Event
-from fpipe.schedule.jitter import Draws, Jitter, plain_jitter, plain_trials, trial_makespans
-from fpipe.schedule.required_ops import owed_by_actions
 from fpipe.schedule.schedule import Schedule
+from fpipe.schedule.simulation.clocks import run_rows
+from fpipe.schedule.simulation.events import Event
+from fpipe.schedule.simulation.jitter import (
+    Draws,
+    Jitter,
+    plain_jitter,
+    plain_trials,
+    trial_makespans,
+)
 from fpipe.schedule.timeline import Timeline
 from fpipe.schedule.verifier import check_schedule, verify
 from fpipe.schedule.whole_stage import whole_stage_rows
@@ -71,13 +76,13 @@ def simulate(
         verify(schedule)
     if schedule.num_microbatches > len(numbers):
         # Some microbatches have no action. Their tables could be larger than the machine's memory.
-        verify(schedule, owed_by_actions(schedule))
+        verify(schedule, schedule.required_ops)
     costs = cost.on(schedule.placement, schedule.num_ranks)
     cost.memory_sizes_of(schedule.num_microbatches)  # refuses another number of them
     run = run_rows(schedule.actions, costs, cost.sizes_of(schedule.num_microbatches))
     if not run.whole or None in numbers:
         # The run has seen a fault; the verifier names it.
-        verify(schedule, owed_by_actions(schedule))
+        verify(schedule, schedule.required_ops)
     events = tuple(
         tuple(map(Event, repeat(rank, len(row)), row, run.starts[rank], run.ends[rank]))
         for rank, row in enumerate(schedule.actions)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import PerStage, values_of_stages
-from fpipe.schedule.link_queues import Link
+from fpipe.schedule.simulation.link_queues import Link
 
 
 @dataclass(frozen=True)

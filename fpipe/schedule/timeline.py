@@ -14,7 +14,10 @@ from fpipe.schedule.action import Action, Op
 from fpipe.schedule.arguments import plain_integer
 from fpipe.schedule.bounds.makespan import lower_bound
 from fpipe.schedule.cost import PER_MICROBATCH, Cost, check_cost
-from fpipe.schedule.events import (
+from fpipe.schedule.exchange.files import PathLike, save
+from fpipe.schedule.grid import one_line
+from fpipe.schedule.schedule import LARGEST_SHOWN, Schedule
+from fpipe.schedule.simulation.events import (
     Event,
     Steps,
     Transfer,
@@ -24,9 +27,6 @@ from fpipe.schedule.events import (
     time_taken,
     transfers,
 )
-from fpipe.schedule.exchange.files import PathLike, save
-from fpipe.schedule.grid import one_line
-from fpipe.schedule.schedule import LARGEST_SHOWN, Schedule
 from fpipe.schedule.stage_costs import StageCosts
 from fpipe.schedule.verifier import check_schedule
 

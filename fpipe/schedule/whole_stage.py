@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import COMPUTE_OPS, SHARDING_OPS, Action, Op
 from fpipe.schedule.arguments import plain_integer
-from fpipe.schedule.clocks import run_rows
 from fpipe.schedule.cost import Cost
+from fpipe.schedule.simulation.clocks import run_rows
 
 _UNIT: Final = Cost(f=1, i=1, w=1, update=1)
 

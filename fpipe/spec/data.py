@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import StageError, check_choice
 from fpipe.schedule.arguments import plain_count
-from fpipe.spec.precision import Precision
+from fpipe.spec.policies import Precision
 
 STATES = ("mean", "first")
 """How replicas agree on a state: the mean of theirs, or that of the first replica."""

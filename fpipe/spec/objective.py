@@ -16,7 +16,7 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.errors import BatchError, StageError, a_type, error_text
 from fpipe.inputs.signature import is_differentiable
-from fpipe.spec.precision import Precision
+from fpipe.spec.policies import Precision
 from fpipe.spec.user_functions import LOSS, Returns
 
 Flags = tuple[tuple[bool, ...], ...]

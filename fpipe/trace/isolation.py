@@ -7,6 +7,10 @@ disabled and a backward of its own, of which a recorded graph knows nothing.
 Handlers of signals (Ctrl-C) are called where an operation begins. torch enters and leaves its modes
 several times an operation. An exception in the midst of that leaves one behind, and then every
 tensor that the process makes is an abstract one.
+
+A function that looks at data is traced once more, as compiled code runs, which may not look:
+libraries that have code to spare themselves work, such as a mask that masks nothing, look at data
+for it, and leave that out where `torch.compiler.is_compiling()` says so.
 """
 
 from __future__ import annotations
@@ -19,13 +23,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.nn.utils.parametrize as parametrize
 from torch._C import _autograd
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from fpipe.checks.explain import Untraceable, unreported
+from fpipe.checks.explain import Untraceable, place, unreported
+from fpipe.errors import StageError
 from fpipe.torch_internals import FakeTensorMode
 from fpipe.trace.overrides.functions import with_contexts
 from fpipe.trace.overrides.standin import StandIn, Turns
@@ -234,3 +240,71 @@ def let_through() -> None:
             _HELD.pop(number)(number, sys._getframe(1))
         except Exception as error:
             raise _Raised(error) from error
+
+
+T = TypeVar("T")
+
+_AS_COMPILED: ContextVar[bool] = ContextVar("fpipe.as_compiled", default=False)
+
+
+@contextmanager
+def is_compiling(choice: bool | None = None) -> Iterator[None]:
+    """Within it `torch.compiler.is_compiling()` is what a user chose for a traced function.
+
+    Args:
+        choice: None for what it is, and True where the trace is made `once_more`.
+    """
+    before, again = torch.compiler._is_compiling_flag, _AS_COMPILED.get()
+    wanted = again if choice is None else choice
+    torch.compiler._is_compiling_flag = wanted or (before and not again)
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def once_more(attempt: Callable[[], T]) -> T:
+    """Make a trace; one that looks at data is made once more, as compiled code runs.
+
+    Args:
+        attempt: makes the trace, in which functions run within `is_compiling`.
+
+    Raises:
+        StageError: the refusal of the second trace if it looks at data too, or of the first.
+    """
+    try:
+        return attempt()
+    except StageError as error:
+        cause = _look(error)
+        if cause is None or _AS_COMPILED.get():
+            raise
+        refusal: StageError | None = error
+    token = _AS_COMPILED.set(True)
+    try:
+        value = attempt()
+        log.info(
+            "traced as compiled code runs, where torch.compiler.is_compiling() is True: otherwise "
+            "the trace looks at data (%s)%s",
+            cause,
+            place(cause),
+        )
+        return value
+    except StageError as error:
+        if _look(error) is not None:
+            raise
+        assert refusal is not None
+        raise refusal from refusal.__cause__
+    finally:
+        _AS_COMPILED.reset(token)
+        # This frame is behind the traceback of what it raises, and would keep itself.
+        refusal = cause = None
+
+
+def _look(error: BaseException) -> BaseException | None:
+    """The error of torch's that says that data was looked at, if that is why a trace failed."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, DataDependentOutputException | DynamicOutputShapeException):
+            return cause
+        cause = cause.__cause__
+    return None

@@ -19,10 +19,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from fpipe.checks.data_branches import is_compiling
 from fpipe.checks.explain import SPARSE, Untraceable, explain
 from fpipe.checks.purity import WriteGuard, name_in_closure, refuse_mapped, undrawn, unseeded
-from fpipe.checks.unchecked import Unchecked
 from fpipe.errors import FpipeError, StageError
 from fpipe.graph.joint import Source
 from fpipe.inputs.ambient import without_autocast
@@ -38,8 +36,8 @@ from fpipe.torch_internals import (
 )
 from fpipe.trace.abstract import Leaves
 from fpipe.trace.data_dependence import Known, without_data_checks
-from fpipe.trace.functional import Functional
-from fpipe.trace.isolation import tracing
+from fpipe.trace.functional import Functional, Unchecked
+from fpipe.trace.isolation import is_compiling, tracing
 from fpipe.trace.labels import Labels
 from fpipe.trace.overrides.checkpointed import Marks
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fpipe.graph.nodes import value_of
 from fpipe.pieces.backends import Compile, without_regions
 from fpipe.torch_internals import is_transformed, make_fx
-from fpipe.training.recording import Update
+from fpipe.training.recorded_step import Update
 from fpipe.training.row_kernels import RowKernel, row_kernel
 from fpipe.training.scalars import WithTensors
 

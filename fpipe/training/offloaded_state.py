@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import FpipeError, a_type
-from fpipe.host_memory import CPU, MappedFolder, on_the_cpu
+from fpipe.inputs.host_memory import CPU, MappedFolder, on_the_cpu
 from fpipe.torch_internals import is_transformed
 from fpipe.training.leaf_update import LeafUpdate, Moments
 

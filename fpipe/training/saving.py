@@ -25,9 +25,9 @@ from fpipe.checkpoint.checkpoint_writer import (
 )
 from fpipe.dtensors import placements_of
 from fpipe.errors import BatchError, FpipeError, error_text, few
-from fpipe.holding import names_of, saved
 from fpipe.modules.module_pipeline import ModulePipeline
 from fpipe.nn import BatchStats, buffers_of, state_of
+from fpipe.parameters.holding import names_of, saved
 from fpipe.pipelines import Pipeline, engine_of
 from fpipe.training.loss_scaling import LossScale, LossScaling
 from fpipe.training.train_step import TrainState

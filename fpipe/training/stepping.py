@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.convention import DEFERRED, PLAIN, STATE
-from fpipe.definition import Definition
 from fpipe.dtensors import local
 from fpipe.errors import FpipeError
-from fpipe.execute.gradient_squares import home_of
+from fpipe.execute.gathering import home_of
 from fpipe.execute.run_result import RunResult
-from fpipe.holding import names_of
 from fpipe.inputs.ambient import is_within
 from fpipe.inputs.params import Move
+from fpipe.parameters.holding import names_of
 from fpipe.pipelines import Pipeline, engine_of
+from fpipe.spec.convention import DEFERRED, PLAIN, STATE
+from fpipe.spec.definition import Definition
 from fpipe.torch_internals import innermost_value, is_transformed
 from fpipe.training.loss_scaling import LossScale, LossScaling
 from fpipe.training.train_step import (

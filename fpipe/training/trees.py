@@ -21,11 +21,10 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.dtensors import Placed, local, placements_of
 from fpipe.errors import FpipeError, a_type, label_of
-from fpipe.holding import names_of
 from fpipe.inputs.params import Moved
+from fpipe.parameters.holding import names_of
 from fpipe.training.averages import EMA
-from fpipe.training.leaf_update import LeafUpdate, Moments
-from fpipe.training.members import UpdatesOfMembers
+from fpipe.training.leaf_update import LeafUpdate, Moments, UpdatesOfMembers
 from fpipe.training.offloaded_state import Offloaded
 from fpipe.transforms.norms import scaled_to, square_of
 

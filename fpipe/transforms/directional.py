@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fpipe import pytree
 from fpipe.autograd.history import OF_DUALS, is_tracked, without_history
-from fpipe.convention import Dual
 from fpipe.engine import OWN
 from fpipe.errors import BatchError
 from fpipe.functional.dual import derivative
@@ -17,6 +16,7 @@ from fpipe.inputs.ambient import is_within
 from fpipe.inputs.signature import Goal
 from fpipe.pipelines import Pipeline
 from fpipe.program.program import Program
+from fpipe.spec.convention import Dual
 from fpipe.transforms.wrapped_pipelines import Wrapping, definition_of
 
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fpipe.definition import Alone
 from fpipe.errors import StageError, check_choice
 from fpipe.functional.ensemble import ensemble
 from fpipe.functional.example_rows import norms_of_rows, rows_as_examples
@@ -15,6 +14,7 @@ from fpipe.functional.stagewise import RANDOMNESS, refuse_argnums
 from fpipe.pipelines import Pipeline
 from fpipe.program.program import Program
 from fpipe.schedule.arguments import plain_integer
+from fpipe.spec.definition import Alone
 from fpipe.transforms.wrapped_pipelines import PT, P, Wrapping, definition_of
 
 

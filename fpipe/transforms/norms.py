@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.current import in_use
 from fpipe.dtensors import add_over_meshes, placements_of
 from fpipe.engine import Engine
 from fpipe.errors import FpipeError, a_type
 from fpipe.execute.header import NORMS, Addend
-from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of
+from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of, in_use
 from fpipe.transforms.wrapped_pipelines import Wrapping
 
 

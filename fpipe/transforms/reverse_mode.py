@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fpipe.definition import ARGUMENTS
 from fpipe.errors import StageError
 from fpipe.functional.pullback import pullback
+from fpipe.spec.definition import ARGUMENTS
 from fpipe.transforms.wrapped_pipelines import P, definition_of
 
 

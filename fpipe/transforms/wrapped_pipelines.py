@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol, Self, TypeVar
 
-from fpipe.definition import Definition
 from fpipe.engine import Engine
 from fpipe.errors import StageError, a_type
 from fpipe.pipelines import Pipeline, engine_of
 from fpipe.schedule import Schedule
+from fpipe.spec.definition import Definition
 
 
 class Transformable(Protocol):

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fpipe.errors import StageError
+from fpipe.spec.placing import carriers
 from fpipe.transport.waiting import look_now_and_then
 
 # Tags, so that a bell is never taken for a message.
@@ -38,26 +39,6 @@ _NCCL: Final = {
 
 ABORTED: Final = 2.0
 """Seconds that are waited for communicators to be aborted; ranks may not be silent for longer."""
-
-
-def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the values that a group moves lie: CUDA if it has NCCL and a device, else the CPU.
-
-    In one process, where there is no group, it is the default device of torch, and the CPU if that
-    is the meta device.
-    """
-    if group is None:
-        default = torch.get_default_device()
-        return torch.device("cpu") if default.type == "meta" else default
-    if "nccl" in carriers(group).values() and torch.cuda.is_available():
-        bound: Any = group.bound_device_id  # as init_process_group(device_id=) says
-        return bound or torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def carriers(group: dist.ProcessGroup) -> dict[str, str]:
-    """The backend that moves tensors of each type of device, such as ``{"cpu": "gloo"}``."""
-    return {device.type: group._get_backend(device).name() for device in group._device_types}
 
 
 def connect(

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fpipe.transport.connect import connect, device_of
+from fpipe.spec.placing import device_of
+from fpipe.transport.connect import connect
 from fpipe.transport.group import GroupTransport
 
 pytestmark = pytest.mark.cuda

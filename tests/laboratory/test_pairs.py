@@ -25,11 +25,11 @@ from fpipe import (
     search,
     simulate,
 )
-from fpipe.schedule.clocks import partner_of
-from fpipe.schedule.events import partners
-from fpipe.schedule.jitter import Draws
 from fpipe.schedule.searching.evaluator import make_evaluator
 from fpipe.schedule.searching.problem import make_problem, to_order
+from fpipe.schedule.simulation.clocks import partner_of
+from fpipe.schedule.simulation.events import partners
+from fpipe.schedule.simulation.jitter import Draws
 from fpipe.schedule.simulator import with_whole_stage
 from tests.laboratory.relaxation import Place, relaxed
 from tests.laboratory.test_links import linked

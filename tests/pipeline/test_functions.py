@@ -15,8 +15,8 @@ import fpipe
 from fpipe.divide.function_tracer import FunctionTracer
 from fpipe.inputs.signature import TreeShape
 from fpipe.pieces.compiler import Compiler
+from fpipe.pieces.partition import save_all
 from fpipe.pieces.piece import Piece
-from fpipe.pieces.remat import save_all
 from fpipe.plan.codes import codes_of_stages, live_leaves
 from fpipe.pytree import flatten
 from fpipe.spec.objective import Objective

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import pytree, random
-from fpipe.holding import key_of, names_of
+from fpipe.parameters.holding import key_of, names_of
 from tests import cut_model
 
 SCHEDULE = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fpipe.pieces.remat import NAMES
+from fpipe.pieces.partition import NAMES
 from tests.programs import check, check_twice, draw
 
 # Of torch's reentrant checkpoint, in programs that depend on no parameter there.

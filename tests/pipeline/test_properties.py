@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe import Action, Schedule, ScheduleError
-from fpipe.pieces.remat import NAMES
+from fpipe.pieces.partition import NAMES
 from tests.laboratory.random_schedules import schedules
 from tests.models import Model, apply, assert_same, mlp, unpipelined
 

@@ -16,9 +16,8 @@ from fpipe.inputs.params import Parameters
 from fpipe.inputs.signature import TreeShape
 from fpipe.pieces.boxed import Boxed
 from fpipe.pieces.compiler import Compiler
-from fpipe.pieces.remat import Policy, save_all
-from fpipe.pieces.stage_code import StageCode
-from fpipe.plan.codes import codes_of_stages, live_leaves
+from fpipe.pieces.partition import Policy, save_all
+from fpipe.plan.codes import StageCode, codes_of_stages, live_leaves
 from fpipe.program.communication import DIRECT, Windows
 from fpipe.program.interpreter import Run
 from fpipe.program.lower import lower

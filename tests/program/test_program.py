@@ -17,7 +17,7 @@ from torch import Tensor
 import fpipe
 from fpipe import Schedule, schedules
 from fpipe.pieces.boxed import Boxed
-from fpipe.pieces.remat import Policy, save_all, save_nothing
+from fpipe.pieces.partition import Policy, save_all, save_nothing
 from fpipe.program import order
 from fpipe.program.communication import BEFORE_BURSTS, BURST, DIRECT, Windows
 from fpipe.program.interpreter import Run

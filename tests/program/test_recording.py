@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from fpipe import Action, Schedule, Timeline
-from fpipe.profiling import _hops
+from fpipe.profiling import hops
 from fpipe.recording import Clock, aligned, record, timeline_of
 
 SPLIT = "0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1F1 1I0 1W0 1I1 1W1"
@@ -57,9 +57,9 @@ def test_what_computed_nothing_keeps_its_turn_and_has_then_read_nothing() -> Non
     assert read == [("1I0", "0I0"), ("0F0", "1F0"), ("0F1", "1F1")]
 
 
-def test_hops_end_where_something_was_computed() -> None:
+def testhops_end_where_something_was_computed() -> None:
     # The I of the first stage counted as the reader: hops were -3 and -1.
-    assert _hops(put_together(SPLIT, LINEAR_START)) == [1, 2]
+    assert hops(put_together(SPLIT, LINEAR_START)) == [1, 2]
 
 
 def test_a_recording_says_how_much_it_holds() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpipe.pieces.partition import Policy, save_all
 from fpipe.pieces.piece import Piece
-from fpipe.pieces.remat import Policy, save_all
 from tests.models import Model
 from tests.program.lowering import codes_of
 

@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import StageError
-from fpipe.graph.layouts import Layout, lay_out, layouts_of, unlike
+from fpipe.graph.nodes import Layout, lay_out, layouts_of, unlike
 
 X = torch.arange(24.0).view(2, 3, 4)
 

@@ -16,7 +16,7 @@ from fpipe import StageError
 from fpipe.graph.joint import Param, add_sums
 from fpipe.graph.nodes import fingerprint, places_of
 from fpipe.graph.rewrites import simplify
-from fpipe.pieces.remat import policies, save_all, save_nothing
+from fpipe.pieces.partition import policies, save_all, save_nothing
 from tests.models import rand
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from fpipe.pieces.partition import save_all, save_nothing
 from fpipe.pieces.piece import Piece
-from fpipe.pieces.remat import save_all, save_nothing
 from tests.models import Model, rand
 from tests.program.lowering import codes_of
 from tests.stage.pieces import count, ops, pieces_of

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fpipe.pieces.partition import save_all, save_nothing
 from fpipe.pieces.piece import PREPARE
-from fpipe.pieces.remat import save_all, save_nothing
 from tests.models import adapted_layer, rand
 from tests.stage.pieces import count, ops, pieces_of
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fpipe import FpipeError
-from fpipe.training.recording import one_by_one
+from fpipe.training.recorded_step import one_by_one
 from fpipe.training.updates import Updates
 
 OPTIMIZERS: Final[list[tuple[type[torch.optim.Optimizer], dict[str, Any]]]] = [

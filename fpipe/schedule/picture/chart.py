@@ -13,7 +13,10 @@ from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.dependencies import earliest_starts
-from fpipe.schedule.events import (
+from fpipe.schedule.grid import Rows, one_line, sizes
+from fpipe.schedule.picture.captions import short, timed
+from fpipe.schedule.placements import stages_on
+from fpipe.schedule.simulation.events import (
     Event,
     Events,
     Hop,
@@ -27,9 +30,6 @@ from fpipe.schedule.events import (
     time_taken,
     waits_of,
 )
-from fpipe.schedule.grid import Rows, one_line, sizes
-from fpipe.schedule.picture.captions import short, timed
-from fpipe.schedule.placements import stages_on
 
 
 class Box(NamedTuple):

@@ -15,7 +15,6 @@ from unicodedata import east_asian_width
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import plain_number
-from fpipe.schedule.events import Steps
 from fpipe.schedule.picture.captions import marked_up, readable_unit, short, ticks
 from fpipe.schedule.picture.chart import (
     BETWEEN,
@@ -41,6 +40,7 @@ from fpipe.schedule.picture.legend import (
     shade,
 )
 from fpipe.schedule.picture.link_lanes import depth, link_lane
+from fpipe.schedule.simulation.events import Steps
 
 BOX: Final = 14.0  # how wide an ordinary box is where there is room: two digits fit
 NARROWEST, WIDEST = 420.0, 3200.0  # of the lanes

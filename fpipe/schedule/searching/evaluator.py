@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT
-from fpipe.schedule.clocks import run_rows
-from fpipe.schedule.link_queues import Link
 from fpipe.schedule.searching.problem import Order, Problem, to_rows
 from fpipe.schedule.searching.whole_stage_work import WholeStageWork
+from fpipe.schedule.simulation.clocks import run_rows
+from fpipe.schedule.simulation.link_queues import Link
 
 _NOT_YET = -1.0
 

@@ -16,7 +16,6 @@ from fpipe.live_line import working
 from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number
 from fpipe.schedule.bounds.makespan import Memory, Objective
 from fpipe.schedule.cost import PER_STAGE, Cost, check_cost
-from fpipe.schedule.jitter import Jitter, plain_jitter
 from fpipe.schedule.placements import (
     PlacementName,
     linear,
@@ -57,6 +56,7 @@ from fpipe.schedule.searching.robust import find_robust, steadiest
 from fpipe.schedule.searching.seeds import GUESSED, order_of, seeds
 from fpipe.schedule.searching.tightening import tighten
 from fpipe.schedule.searching.windows import reorder_windows
+from fpipe.schedule.simulation.jitter import Jitter, plain_jitter
 from fpipe.schedule.simulator import simulate, with_whole_stage
 from fpipe.schedule.verifier import check_schedule, verify
 

@@ -9,8 +9,8 @@ from itertools import accumulate
 from operator import add
 
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT, needed_later
-from fpipe.schedule.link_queues import Queues
 from fpipe.schedule.searching.problem import Order, Problem
+from fpipe.schedule.simulation.link_queues import Queues
 
 UNLIMITED = float("inf")
 

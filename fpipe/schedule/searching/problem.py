@@ -12,11 +12,11 @@ from typing import NamedTuple
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.bounds.makespan import Memory, Objective, lower_bound, memory_limits
 from fpipe.schedule.bounds.states import GRADIENT, WEIGHT
-from fpipe.schedule.clocks import run_rows
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.placements import stages_by_rank
 from fpipe.schedule.scaled_costs import alike
 from fpipe.schedule.schedule import Schedule
+from fpipe.schedule.simulation.clocks import run_rows
 from fpipe.schedule.stage_costs import StageCosts
 from fpipe.schedule.whole_stage import whole_stage_rows
 

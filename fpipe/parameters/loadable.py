@@ -14,7 +14,7 @@ from fpipe import random
 from fpipe.checkpoint.checkpoint_reader import NO_NAMING, Naming, reading
 from fpipe.checkpoint.checkpoint_writer import Content, absolute
 from fpipe.engine import Engine
-from fpipe.holding import (
+from fpipe.parameters.holding import (
     InitFn,
     Make,
     drawn,
@@ -26,8 +26,8 @@ from fpipe.holding import (
     taken,
     whole,
 )
-from fpipe.replica_parameters import divided, replicated
-from fpipe.savers import savers_of
+from fpipe.parameters.replica_parameters import divided, replicated
+from fpipe.parameters.savers import savers_of
 
 
 class Loadable:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from fpipe import pytree
-from fpipe.convention import DEFERRED, PLAIN, Convention
 from fpipe.errors import (
     ScheduleError,
     StageError,
@@ -23,17 +22,16 @@ from fpipe.errors import (
     label_of,
 )
 from fpipe.pieces.backends import Compile
-from fpipe.pieces.remat import Remat, named
+from fpipe.pieces.partition import Remat, named
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.arguments import plain_number
-from fpipe.schedule.required_ops import owed_by_actions
 from fpipe.schedule.verifier import verify
+from fpipe.spec.convention import DEFERRED, PLAIN, Convention
 from fpipe.spec.data import Data
 from fpipe.spec.objective import ALL, SUM, Objective, Sink, Trainable
-from fpipe.spec.offload import Offload
-from fpipe.spec.precision import Precision
+from fpipe.spec.placing import device_of
+from fpipe.spec.policies import Offload, Precision
 from fpipe.spec.user_functions import Returns, Stage
-from fpipe.transport.connect import device_of
 
 REDUCTIONS = ("mean", "sum", "weighted")
 
@@ -362,7 +360,7 @@ def _check_schedule(schedule: Schedule, trainable: Trainable, *, function: bool)
 
 def _requires(
     schedule: Schedule, trainable: Trainable, *, function: bool
-) -> str | list[str] | None:
+) -> str | Sequence[str] | None:
     """The least that an incomplete schedule owes, as `verify` takes it; None for everything.
 
     What it owes of one function is told by the trace, and what it owes where a function chooses by
@@ -371,7 +369,7 @@ def _requires(
     if all(action.op == Op.F for row in schedule.actions for action in row):
         return "F"  # `value` and `forward` can be run by it
     if callable(trainable.choice) or (function and trainable.choice is not None):
-        return owed_by_actions(schedule)
+        return schedule.required_ops
     return None if function else trainable.requires(schedule.num_stages)
 
 

@@ -15,7 +15,7 @@ from torch._prims_common import make_contiguous_strides_for
 
 from fpipe import dtensors, pytree
 from fpipe.errors import BatchError, StageError
-from fpipe.host_memory import Keep
+from fpipe.inputs.host_memory import Keep
 from fpipe.spec.data import Data
 
 if TYPE_CHECKING:

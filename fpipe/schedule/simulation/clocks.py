@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.link_queues import Link, Queues
+from fpipe.schedule.simulation.link_queues import Link, Queues
 from fpipe.schedule.stage_costs import StageCosts
 
 

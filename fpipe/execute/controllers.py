@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from functools import partial
 
-from fpipe.definition import Definition
 from fpipe.divide.function_tracer import FunctionTracer
 from fpipe.execute.multi import MultiController
 from fpipe.execute.requests import Controller, Reader
 from fpipe.execute.single import SingleController
 from fpipe.pieces.compiler import Compiler
-from fpipe.pieces.remat import policies
+from fpipe.pieces.partition import policies
 from fpipe.plan.planner import Planner
 from fpipe.plan.workshop import Workshop
 from fpipe.program.lower import lower
 from fpipe.program.order import lower_for_group
+from fpipe.spec.definition import Definition
 from fpipe.trace.chain import ChainTracer
 
 

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from fpipe import dtensors, pytree, random
-from fpipe.definition import Definition
 from fpipe.engine import Engine
 from fpipe.errors import BatchError, StageError, a_type
-from fpipe.host_memory import CPU, Keep, MappedFolder
+from fpipe.inputs.host_memory import CPU, Keep, MappedFolder
 from fpipe.inputs.params import check_parts
 from fpipe.inputs.signature import in_words
 from fpipe.live_line import working
 from fpipe.program.replicas import buckets
 from fpipe.random.key_tensors import check_key
-from fpipe.transport.connect import device_of
+from fpipe.spec.definition import Definition
+from fpipe.spec.placing import device_of
 
 Make = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """From meta tensors of the shapes and dtypes of some leaves to the leaves, all by name."""

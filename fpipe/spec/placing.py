@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe import dtensors
 from fpipe.errors import StageError, a_type
 from fpipe.schedule import Schedule
-from fpipe.transport.connect import device_of
 
 log = logging.getLogger("fpipe")
 
@@ -93,3 +93,23 @@ def group_of(
     ranks = mesh.get_group("pp")
     dtensors.learn(mesh, ranks.group_name)
     return ranks
+
+
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the values that a group moves lie: CUDA if it has NCCL and a device, else the CPU.
+
+    In one process, where there is no group, it is the default device of torch, and the CPU if that
+    is the meta device.
+    """
+    if group is None:
+        default = torch.get_default_device()
+        return torch.device("cpu") if default.type == "meta" else default
+    if "nccl" in carriers(group).values() and torch.cuda.is_available():
+        bound: Any = group.bound_device_id  # as init_process_group(device_id=) says
+        return bound or torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def carriers(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend that moves tensors of each type of device, such as ``{"cpu": "gloo"}``."""
+    return {device.type: group._get_backend(device).name() for device in group._device_types}

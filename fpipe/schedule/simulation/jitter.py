@@ -12,9 +12,9 @@ from typing import Final, TypeAlias
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.arguments import plain_integer, plain_number
-from fpipe.schedule.clocks import run_rows
 from fpipe.schedule.dependencies import chain, dependencies
-from fpipe.schedule.link_queues import Link
+from fpipe.schedule.simulation.clocks import run_rows
+from fpipe.schedule.simulation.link_queues import Link
 from fpipe.schedule.stage_costs import StageCosts
 
 Vector: TypeAlias = list[float]  # a number for each trial
@@ -94,8 +94,8 @@ class Draws:
         factors = _lognormal(random, jitter.each, trials)
         if jitter.rank:
             if rank not in self._ranks:
-                own = Random(f"{self.seed} rank {rank}")
-                self._ranks[rank] = _lognormal(own, jitter.rank, trials)
+                numbers = Random(f"{self.seed} rank {rank}")
+                self._ranks[rank] = _lognormal(numbers, jitter.rank, trials)
             factors = [a * b for a, b in zip(factors, self._ranks[rank], strict=True)]
         mean = math.fsum(factors) / trials
         stalls = [0.0] * trials

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.checkpoint.checkpoint_writer import ALONE, Content, PendingSave, Processes, write
-from fpipe.definition import Definition
 from fpipe.dtensors import is_dtensor
+from fpipe.spec.definition import Definition
 from fpipe.transport.connect import connect, store_to_ask
 
 

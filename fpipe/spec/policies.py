@@ -1,10 +1,12 @@
-"""Computing in another dtype than that of the parameters: what a `MixedPrecisionPolicy` says.
+"""Policies of FSDP2 for a pipeline: `MixedPrecisionPolicy` and `CPUOffloadPolicy`.
 
     parameters ─ param_dtype ─► stage ─ param_dtype ─► … last stage ─ output_dtype ─► loss
     gradients  ─ summed in reduce_dtype ─► in the parameters' dtype
 
 Parameters are cast once a step: what depends on them alone is computed once. The rules are those of
 FSDP2 (``torch.distributed.fsdp.fully_shard``), with a stage for its module.
+
+With offload, parameters and gradients live on the CPU.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from fpipe import pytree
 from fpipe.errors import StageError, a_type, label_of
+from fpipe.inputs.host_memory import on_the_cpu
 from fpipe.spec.user_functions import Stage
 
 
@@ -178,3 +181,53 @@ def read_policy(policy: Any, accum_dtype: torch.dtype | None) -> Precision | Non
         policy.output_dtype,
         bool(policy.cast_forward_inputs),
     )
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where parameters and gradients live while nothing computes with them.
+
+    Attributes:
+        pins: in page-locked memory.
+        devices: of the ranks, on which stages compute.
+    """
+
+    pins: bool
+    devices: tuple[torch.device, ...]
+
+    @property
+    def copies(self) -> bool:
+        """Whether any rank computes elsewhere than on the CPU."""
+        return any(device.type != "cpu" for device in self.devices)
+
+    def home(self, value: Tensor) -> Tensor:
+        """A tensor where it is to live; itself where it lies there."""
+        return on_the_cpu(value, pin=self.pins and self.copies)
+
+
+def read_offload(policy: Any, devices: tuple[torch.device, ...] | None) -> Offload | None:
+    """A user's ``offload_policy``.
+
+    Args:
+        policy: a ``torch.distributed.fsdp.CPUOffloadPolicy``, an ``OffloadPolicy``, or None.
+        devices: of the ranks; None where none are named.
+
+    Raises:
+        StageError: it is no policy, or no device is known.
+    """
+    if policy is None:
+        return None
+    module = sys.modules.get("torch.distributed.fsdp")  # whoever has a policy has imported it
+    if module is None or not isinstance(policy, module.OffloadPolicy):
+        raise StageError(
+            f"offload_policy={policy!r:.60} is {a_type(policy)}: it must be a CPUOffloadPolicy of "
+            "torch.distributed.fsdp, or None"
+        )
+    if not isinstance(policy, module.CPUOffloadPolicy):
+        return None
+    if devices is None:
+        raise StageError(
+            "offload_policy keeps parameters on the CPU, and nothing says where stages compute: "
+            'in one process pass devices=, such as ["cuda:0"] * ranks'
+        )
+    return Offload(bool(policy.pin_memory), devices)
