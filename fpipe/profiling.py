@@ -19,7 +19,7 @@ from fpipe.inputs.batch import split
 from fpipe.live_line import advance, working
 from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of
 from fpipe.program.program import Compute, Free, Program, Send, WaitRecv
-from fpipe.recording import record
+from fpipe.program.recording import record
 from fpipe.schedule import Action, Op
 from fpipe.schedule.arguments import plain_count
 from fpipe.schedule.cost import Cost

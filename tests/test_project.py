@@ -159,7 +159,7 @@ LAYERS: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
         ("fpipe.plan.codes", "fpipe.plan.workshop"),
         ("fpipe.program",),
         ("fpipe.transport",),
-        ("fpipe.plan", "fpipe.recording"),
+        ("fpipe.plan",),
     ),
     "calls": (
         ("fpipe.execute", "fpipe.losses", "fpipe.reductions"),

@@ -50,7 +50,7 @@ from fpipe.inputs.signature import Goal, Signature, TreeShape, batch_shapes
 from fpipe.plan.plan import Latest, Plan
 from fpipe.plan.planner import Planner
 from fpipe.program.program import Program, describe
-from fpipe.recording import ACTIVE
+from fpipe.program.recording import ACTIVE
 from fpipe.schedule import Schedule
 from fpipe.spec.data import Data
 

@@ -37,7 +37,7 @@ from fpipe.plan.plan import Plan
 from fpipe.program.instrument import observed
 from fpipe.program.interpreter import ConnectionLost, Interrupted, Run, load
 from fpipe.program.program import Compute, Free, Program, Recv, Send, WaitRecv, WaitSend
-from fpipe.recording import ACTIVE, Clock, Marks, aligned, timeline_of
+from fpipe.program.recording import ACTIVE, Clock, Marks, aligned, timeline_of
 from fpipe.spec.definition import Definition
 from fpipe.transport.group import GroupTransport
 

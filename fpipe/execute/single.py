@@ -33,7 +33,7 @@ from fpipe.plan.planner import Planner
 from fpipe.program.instrument import observed
 from fpipe.program.interpreter import Copies, Run, load
 from fpipe.program.program import Message, Program
-from fpipe.recording import ACTIVE, Marks, timeline_of
+from fpipe.program.recording import ACTIVE, Marks, timeline_of
 from fpipe.spec.definition import Definition
 
 log = logging.getLogger("fpipe")
