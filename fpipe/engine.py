@@ -29,7 +29,7 @@ from fpipe.autograd.history import (
 )
 from fpipe.autograd.levels import call_within
 from fpipe.errors import FpipeError
-from fpipe.execute.controllers import controller_of, workshop_of
+from fpipe.execute.controllers import controller_of, stage_compiler_of
 from fpipe.execute.header import CLIPS, PREPARES, TRAINS, Addend, Marked
 from fpipe.execute.requests import Gather, Reader, Request
 from fpipe.execute.run_result import RunResult
@@ -37,7 +37,7 @@ from fpipe.inputs.ambient import is_within
 from fpipe.inputs.keys import read_key
 from fpipe.inputs.params import Move, Updating, keep
 from fpipe.inputs.signature import Goal
-from fpipe.plan.workshop import Workshop
+from fpipe.plan.stage_compiler import StageCompiler
 from fpipe.program.program import Program
 from fpipe.random.keyed_mode import PIPELINES_AROUND
 from fpipe.spec.definition import Definition
@@ -55,25 +55,25 @@ class Engine:
 
     Args:
         definition: all that the pipeline is made from.
-        workshop: traces and compiles the stages; None for one of its own.
+        stage_compiler: traces and compiles the stages; None for one of its own.
 
     Attributes:
         definition: all that the pipeline is made from.
         schedule: what it runs.
         rank: the rank that this process drives; None if it drives all of them.
         derived: the engines that calls of this one within autograd and `torch.func` need.
-        workshop: traces and compiles the stages, and keeps them.
+        stage_compiler: traces and compiles the stages, and keeps them.
         reader: reads the arguments of calls.
     """
 
-    def __init__(self, definition: Definition, workshop: Workshop | None = None) -> None:
+    def __init__(self, definition: Definition, stage_compiler: StageCompiler | None = None) -> None:
         self.definition = definition
         self.schedule = definition.schedule
         self.rank = None if definition.group is None else definition.group.rank()
         self.derived: dict[Any, Engine] = {}
-        self.workshop = workshop or workshop_of(definition)
+        self.stage_compiler = stage_compiler or stage_compiler_of(definition)
         self.reader = Reader(definition)
-        self._controller = controller_of(definition, self.reader, self.workshop)
+        self._controller = controller_of(definition, self.reader, self.stage_compiler)
 
     def under(self, definition: Definition) -> Engine:
         """The engine of a definition that differs in its schedule alone.
@@ -84,7 +84,7 @@ class Engine:
             definition.schedule.num_stages == self.schedule.num_stages
             and definition.stage_devices == self.definition.stage_devices
         )
-        engine = Engine(definition, workshop=self.workshop if shares else None)
+        engine = Engine(definition, stage_compiler=self.stage_compiler if shares else None)
         if shares:
             derived = list(self.derived.items())  # to which another thread may add
             schedule = definition.schedule

@@ -101,9 +101,10 @@ def profile(
             programs += probe.programs(params, *arguments)
     stages = range(pipe.schedule.num_stages)
     sizes = _sizes(times, kinds)
-    found: dict[tuple[int, Op], list[float]] = defaultdict(list)
-    for (stage, op, microbatch), own in times.items():
-        found[stage, op] += own if microbatch is None else [t / sizes[microbatch] for t in own]
+    durations: dict[tuple[int, Op], list[float]] = defaultdict(list)
+    for (stage, op, microbatch), seconds in times.items():
+        size = 1.0 if microbatch is None else sizes[microbatch]
+        durations[stage, op] += [each / size for each in seconds]
     held: dict[tuple[int, int], tuple[float, float]] = {}
     sent: dict[tuple[int, int], float] = {}
     for program in programs:
@@ -125,7 +126,7 @@ def profile(
 
     def each(op: Op) -> list[float]:
         # What has nothing to compute, as the backward of a frozen start, costs nothing.
-        return [median(found[stage, op] or [0.0]) for stage in stages]
+        return [median(durations[stage, op] or [0.0]) for stage in stages]
 
     definition = engine_of(pipe).definition
     links = LinkTimes(0.0, 0.0)
@@ -169,8 +170,8 @@ def _kinds(pipe: Pipeline, params: Any, arguments: Sequence[Any]) -> tuple[int, 
             return None  # the first step says what is wrong with it
 
     every = engine_of(pipe).together("fpipe.profile", lambda gather: gather(own()))
-    told = [kinds for kinds in every if kinds is not None]
-    return told[0] if told else (0,) * microbatches
+    known = [kinds for kinds in every if kinds is not None]
+    return known[0] if known else (0,) * microbatches
 
 
 def _sizes(times: Mapping[Action, Sequence[float]], kinds: Sequence[int]) -> tuple[float, ...]:
@@ -178,9 +179,9 @@ def _sizes(times: Mapping[Action, Sequence[float]], kinds: Sequence[int]) -> tup
     if len(set(kinds)) == 1:
         return (1.0,) * len(kinds)
     taken = [0.0] * len(kinds)
-    for action, own in times.items():
+    for action, seconds in times.items():
         if action.microbatch is not None:
-            taken[action.microbatch] += median(own)
+            taken[action.microbatch] += median(seconds)
     return _shares(taken, kinds)
 
 
@@ -205,14 +206,14 @@ def _check_steps(pipe: Pipeline, steps: Any) -> None:
     if pipe.rank is None:
         raise FpipeError(f"steps={steps!r:.60} must be an integer, 1 or more")
     ranks: dict[str, list[str]] = defaultdict(list)
-    for rank, (_, given) in enumerate(everyone):
-        ranks[given].append(str(rank))
-    told = "; ".join(
-        f"steps={given} on rank{'s' if len(own) > 1 else ''} {', '.join(own)}"
-        for given, own in ranks.items()
+    for rank, (_, value) in enumerate(everyone):
+        ranks[value].append(str(rank))
+    listed = "; ".join(
+        f"steps={value} on rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+        for value, numbers in ranks.items()
     )
     raise PipelineError(
-        f"fpipe.profile was given {told}: it must be the same integer, 1 or more, on all ranks"
+        f"fpipe.profile was value {listed}: it must be the same integer, 1 or more, on all ranks"
     )
 
 
@@ -229,10 +230,10 @@ def message_bytes(program: Program) -> dict[tuple[int, int], float]:
 
 
 def residual_bytes(program: Program) -> dict[tuple[int, int], tuple[float, float]]:
-    """The bytes that F keeps for its backward, and those of them that I frees, by stage and
+    """The bytes that F keeps for its backward, and those of them that I frees, maker stage and
     microbatch.
 
-    A value counts for the stage and microbatch whose backward uses it last, wherever it was made:
+    A value counts for the stage and microbatch whose backward uses it last, wherever it was filled:
     the input of a stage is kept for it too. What I makes for W counts as not freed, and so does a
     gradient that W still reads, whether the next stage is on this rank or on another.
     """
@@ -249,18 +250,18 @@ def residual_bytes(program: Program) -> dict[tuple[int, int], tuple[float, float
                         unit[1] += size if action.op == Op.I else 0
                     elif op in (Op.I, Op.SEND_B) and action.op == Op.W:
                         unit[1] -= size
-                made, by = outputs, action.op
+                filled, maker = outputs, action.op
             case WaitRecv(message, slots):
-                made, by = slots, Op.F if message.action.op == Op.SEND_F else Op.SEND_B
+                filled, maker = slots, Op.F if message.action.op == Op.SEND_F else Op.SEND_B
             case Free(slots):
                 for slot in slots:
                     born.pop(slot, None)
                 continue
             case _:
                 continue
-        for slot in made:
+        for slot in filled:
             if slot >= 0:
-                born[slot] = (program.sizes[index, slot], by)
+                born[slot] = (program.sizes[index, slot], maker)
     return {
         (stage, microbatch or 0): (size, min(freed, size))
         for (stage, microbatch), (size, freed) in kept.items()

@@ -156,7 +156,7 @@ LAYERS: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
         ("fpipe.divide",),
     ),
     "programs": (
-        ("fpipe.plan.codes", "fpipe.plan.workshop"),
+        ("fpipe.plan.codes", "fpipe.plan.stage_compiler"),
         ("fpipe.program",),
         ("fpipe.transport",),
         ("fpipe.plan",),
@@ -302,12 +302,9 @@ VAGUE: Final = frozenset({"asked", "found", "given", "made", "own", "part", "tol
 # How often a room still binds one of them; the other rooms never do. It only goes down. (In modules
 # a `Part` of a module is a part.)
 VAGUE_LEFT: Final = {
-    "fpipe": 11,
-    "fpipe.cli": 1,
+    "fpipe": 1,
     "fpipe.modules": 17,
-    "fpipe.pieces": 11,
-    "fpipe.plan": 2,
-    "fpipe.schedule": 5,
+    "fpipe.pieces": 4,
     "fpipe.schedule.bounds": 1,
     "fpipe.schedule.searching": 3,
 }

@@ -21,7 +21,7 @@ from fpipe import pytree
 from fpipe.functional.dual import derivative
 from fpipe.functional.ensemble import ensemble
 from fpipe.functional.pullback import pullback
-from fpipe.plan.workshop import Workshop
+from fpipe.plan.stage_compiler import StageCompiler
 from fpipe.spec.definition import ARGUMENTS, Alone, Definition
 from fpipe.torch_internals import temporarily_clear_interpreter_stack
 
@@ -36,15 +36,17 @@ class Callee(Protocol):
         definition: all that it was made from.
         rank: as in `Engine`.
         derived: pipelines that calls of this one need, by what makes them differ.
-        workshop: what traces and compiles the stages.
+        stage_compiler: what traces and compiles the stages.
     """
 
     definition: Definition
     rank: int | None
     derived: dict[Any, Any]
-    workshop: Workshop
+    stage_compiler: StageCompiler
 
-    def __init__(self, definition: Definition, *, workshop: Workshop | None = None) -> None: ...
+    def __init__(
+        self, definition: Definition, *, stage_compiler: StageCompiler | None = None
+    ) -> None: ...
 
     def telling(self, method: str) -> AbstractContextManager[None]:
         """As in `Engine`."""
@@ -70,8 +72,8 @@ def with_argnums(pipe: Callee, names: tuple[str, ...]) -> Callee:
     if pipe.definition.wanted == names:
         return pipe
     shares = set(names) == set(pipe.definition.wanted)
-    workshop = pipe.workshop if shares else None
-    return _kept(pipe, names, lambda: replace(pipe.definition, argnums=names), workshop)
+    stage_compiler = pipe.stage_compiler if shares else None
+    return _kept(pipe, names, lambda: replace(pipe.definition, argnums=names), stage_compiler)
 
 
 def ensemble_of(pipe: Callee, in_dims: tuple[Any, ...], randomness: str, key: Any) -> Callee:
@@ -132,7 +134,10 @@ def vjp_of(pipe: Callee, out_dims: Any) -> Callee:
 
 
 def _kept(
-    pipe: Callee, key: Any, make: Callable[[], Definition], workshop: Workshop | None = None
+    pipe: Callee,
+    key: Any,
+    make: Callable[[], Definition],
+    stage_compiler: StageCompiler | None = None,
 ) -> Callee:
     """The pipeline that `pipe` keeps under `key`, made at the first call.
 
@@ -140,13 +145,13 @@ def _kept(
         pipe: the pipeline that keeps it.
         key: hashable.
         make: makes its definition.
-        workshop: as for `Engine`.
+        stage_compiler: as for `Engine`.
     """
     if key not in pipe.derived:
         definition = make()
         # The tensors of a pipeline belong to no level of torch.func.
         with temporarily_clear_interpreter_stack():
-            pipe.derived[key] = type(pipe)(definition, workshop=workshop)
+            pipe.derived[key] = type(pipe)(definition, stage_compiler=stage_compiler)
     return pipe.derived[key]
 
 

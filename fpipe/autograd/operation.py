@@ -102,7 +102,7 @@ class Call:
             result = (loss, self.pipe.definition.wrap(grads), *aux)  # grads as a tuple
         after = _drawn_from(leaves) if runs_again else []
         # Other threads may have drawn.
-        self.drew = not all(map(torch.equal, before, after)) and self.pipe.workshop.may_draw
+        self.drew = not all(map(torch.equal, before, after)) and self.pipe.stage_compiler.may_draw
         outputs, self.out_spec = pytree.flatten(result)
         return tuple(outputs)
 

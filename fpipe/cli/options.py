@@ -217,8 +217,8 @@ def cost_of(options: argparse.Namespace) -> Cost:
     """
     text = str(options.cost)
     cost = Cost.from_json(text) if text.endswith(".json") else Cost(**_cost_numbers(text))
-    given = {name: getattr(options, name) for name in _GIVEN}
-    return replace(cost, **{name: value for name, value in given.items() if value is not None})
+    values = {name: getattr(options, name) for name in _GIVEN}
+    return replace(cost, **{name: value for name, value in values.items() if value is not None})
 
 
 def _cost_numbers(text: str) -> dict[str, Any]:

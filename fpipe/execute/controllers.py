@@ -1,6 +1,6 @@
 """The controller that drives the ranks of this process, chosen by the definition.
 
-definition ──► tracer, compiler, policies ──► workshop ──┐
+definition ──► tracer, compiler, policies ──► stage_compiler ──┐
      └──────────── schedule, lowering ───────────────────┴──► planner ──► controller
 """
 
@@ -15,33 +15,35 @@ from fpipe.execute.single import SingleController
 from fpipe.pieces.compiler import Compiler
 from fpipe.pieces.partition import policies
 from fpipe.plan.planner import Planner
-from fpipe.plan.workshop import Workshop
+from fpipe.plan.stage_compiler import StageCompiler
 from fpipe.program.lower import lower
 from fpipe.program.order import lower_for_group
 from fpipe.spec.definition import Definition
 from fpipe.trace.chain import ChainTracer
 
 
-def workshop_of(definition: Definition) -> Workshop:
-    """The workshop that compiles the stages.
+def stage_compiler_of(definition: Definition) -> StageCompiler:
+    """What traces and compiles the stages.
 
     It depends on no more of the schedule than the number of stages and the device of each.
     """
     both = policies(definition.remat, definition.schedule.num_stages)
-    return Workshop(_tracer(definition), Compiler(definition.compile), both)
+    return StageCompiler(_tracer(definition), Compiler(definition.compile), both)
 
 
-def controller_of(definition: Definition, reader: Reader, workshop: Workshop) -> Controller:
+def controller_of(
+    definition: Definition, reader: Reader, stage_compiler: StageCompiler
+) -> Controller:
     """The controller that drives the ranks of this process.
 
     Args:
         definition: of the pipeline.
         reader: reads the parameters and batches of calls.
-        workshop: that of this definition, or of one that differs in what it does not depend on.
+        stage_compiler: of this definition, or of one that differs in what it does not depend on.
     """
     schedule, group = definition.schedule, definition.group
     planner = Planner(
-        workshop=workshop,
+        stage_compiler=stage_compiler,
         schedule=schedule,
         mean=definition.reduction == "mean",
         cotangent=definition.loss_cotangent,

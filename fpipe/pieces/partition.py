@@ -87,7 +87,7 @@ def policies(remat: Remat, stages: int) -> tuple[Policies, Policies]:
                 f"remat has {len(remat)} entries, but the schedule has {stages} stages: give one "
                 "for each stage, or one alone for all"
             )
-        pairs = [_pair(f"remat[{stage}]", own) for stage, own in enumerate(remat)]
+        pairs = [_pair(f"remat[{stage}]", choice) for stage, choice in enumerate(remat)]
     else:
         pairs = [_pair("remat", remat)] * stages
     return tuple(usual for usual, _ in pairs), tuple(last for _, last in pairs)
@@ -159,10 +159,10 @@ def partition(
     totals = [nodes[entry.total] for entry in sums]
     checks = _checks(joint)
     prepared, cheap = unchanging(joint, ancestors([*results, *input_grads, *totals, *checks]))
-    given = placeholders.union(prepared)
+    inputs_of_all = placeholders.union(prepared)
     forward = _forward_nodes(results)
     again = _checkpointed(forward, results)
-    kept = given | {
+    kept = inputs_of_all | {
         n
         for n in forward - backward - cheap
         if _can_hold(n) and (is_random(n) or (n not in again and policy(n)))
@@ -183,13 +183,13 @@ def partition(
     first = [*input_grads, *handover]
     residuals = [
         n
-        for part in (whole, sliced([*first, *in_b], kept), weight)
-        for n in reads_of(part)
+        for nodes_run in (whole, sliced([*first, *in_b], kept), weight)
+        for n in reads_of(nodes_run)
         if n in kept
     ]
     pieces = {
         PREPARE: piece_of(prepared, placeholders, ()),
-        "F": piece_of([*results, *residuals], given, in_f),
+        "F": piece_of([*results, *residuals], inputs_of_all, in_f),
         "B": piece_of([*input_grads, *starts], kept, in_b, again),
         "B+": piece_of([*input_grads, *totals], kept, in_b, again),
         "I": piece_of(first, kept, in_i, again),
@@ -262,18 +262,18 @@ def _checks(joint: Joint) -> list[fx.Node]:
 def _backward_nodes(joint: Joint) -> set[fx.Node]:
     """Nodes that depend on a cotangent."""
     names = {cotangent.name for group in joint.cotangents for cotangent in group}
-    found = {node for node in joint.graph.nodes if node.name in names}
+    backward = {node for node in joint.graph.nodes if node.name in names}
     for node in joint.graph.nodes:
-        if node.op == "call_function" and any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.op == "call_function" and any(n in backward for n in node.all_input_nodes):
+            backward.add(node)
+    return backward
 
 
 def _forward_nodes(results: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes that the forward runs, with every element of an op that returns several."""
-    found = ancestors(results)
-    elements = {u for n in found for u in n.users if u.target is operator.getitem}
-    return found | elements
+    forward = ancestors(results)
+    elements = {u for n in forward for u in n.users if u.target is operator.getitem}
+    return forward | elements
 
 
 def _checkpointed(forward: Collection[fx.Node], results: Collection[fx.Node]) -> set[fx.Node]:

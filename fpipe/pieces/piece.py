@@ -124,11 +124,11 @@ def _in_memory(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def sliced(roots: Collection[fx.Node], available: Collection[fx.Node]) -> list[fx.Node]:
     """The nodes that must run to compute `roots` when `available` need not, in graph order."""
-    found = ancestors(roots, until=available)
-    if not found:
+    needed = ancestors(roots, until=available)
+    if not needed:
         return []
-    graph = next(iter(found)).graph
-    return [node for node in graph.nodes if node in found]
+    graph = next(iter(needed)).graph
+    return [node for node in graph.nodes if node in needed]
 
 
 def _when_read(nodes: list[fx.Node], late: Collection[fx.Node]) -> list[fx.Node]:
@@ -225,20 +225,20 @@ def _memory(
     nodes: Collection[fx.Node], fuses: bool, written: Collection[str]
 ) -> dict[fx.Node, frozenset[fx.Node]]:
     """For each node, the values that must be in memory for it to be read."""
-    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    memory: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in nodes:
         if node.op == "call_function" and (is_view(node) or _is_of_elementwise(node, fuses)):
-            found[node] = found[node.all_input_nodes[0]]
+            memory[node] = memory[node.all_input_nodes[0]]
         elif (
             fuses
             and node.name not in written
             and _is_elementwise(node)
             and all(map(_reads_by_element, node.users))
         ):
-            found[node] = frozenset().union(*(found[n] for n in node.all_input_nodes))
+            memory[node] = frozenset().union(*(memory[n] for n in node.all_input_nodes))
         else:
-            found[node] = _made_by(node)
-    return found
+            memory[node] = _made_by(node)
+    return memory
 
 
 def _made_by(node: fx.Node) -> frozenset[fx.Node]:

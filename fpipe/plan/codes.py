@@ -141,7 +141,7 @@ def codes_of_stages(
                 if isinstance(s, Upstream)
                 and any(c.reader == index for c in codes[s.stage].cotangents[s.leaf])
             ]
-        wanted = [[joint.gradients[source] for source in part] for part in (inputs, params)]
+        wanted = [[joint.gradients[source] for source in group] for group in (inputs, params)]
         policy = policies[index]
         key = (joint.graph, id(policy), *map(tuple, wanted))
         if key not in cut:

@@ -34,7 +34,7 @@ from fpipe.live_line import working
 from fpipe.plan.codes import StageCode
 from fpipe.plan.plan import Latest, Plan
 from fpipe.plan.replicated import gathered, replicas_of
-from fpipe.plan.workshop import Made, Workshop
+from fpipe.plan.stage_compiler import CompiledStages, StageCompiler
 from fpipe.program.offloading import Offloading
 from fpipe.program.program import Program
 from fpipe.program.replicas import Replicas
@@ -56,11 +56,11 @@ MANY: Final = 32
 class Planner:
     """Makes plans, and keeps them for the next calls with the same shapes.
 
-    The workshop keeps traces and kernels, which cost most, for all plans: a dropped plan is made
-    again in a moment.
+    The stage compiler keeps traces and kernels, which cost most, for all plans: a dropped plan is
+    made again in a moment.
 
     Args:
-        workshop: makes the code of the stages; other planners may use it too.
+        stage_compiler: makes the code of the stages; other planners may use it too.
         schedule: the training schedule; its forwards alone serve evaluation.
         mean: the loss is the mean over rows, so a microbatch counts by its rows.
         cotangent: what of the losses is differentiated, None for all of them.
@@ -76,7 +76,7 @@ class Planner:
     def __init__(
         self,
         *,
-        workshop: Workshop,
+        stage_compiler: StageCompiler,
         schedule: Schedule,
         mean: bool,
         cotangent: tuple[float, ...] | None,
@@ -88,7 +88,7 @@ class Planner:
         rank: int | None = None,
         in_dims: Any = None,
     ) -> None:
-        self._workshop = workshop
+        self._stage_compiler = stage_compiler
         self._schedule = schedule
         self._forwards = forwards_of(schedule)
         if data is not None:
@@ -152,7 +152,7 @@ class Planner:
             signature = signature._replace(goal="step")
         if self._data is not None:
             signature = gathered(signature, self._data)
-        traces = signature not in self._workshop
+        traces = signature not in self._stage_compiler
         self._traced[goal] += traces
         log.info(
             "%s %s for microbatches of %s%s",
@@ -164,7 +164,7 @@ class Planner:
         if self._warns_of_rows and traces:
             warn_of_other_rows(signature)
         with held_back(), working(f"tracing a {goal}"):
-            compiled = self._workshop(signature)
+            compiled = self._stage_compiler(signature)
         differentiates = signature.goal == "step"
         schedule = self._schedule if differentiates else self._forwards
         if goal in UPDATING and not schedule.has_updates:
@@ -222,13 +222,13 @@ class Planner:
             if place is not None and not set(place.dims[0] or ("",)) <= set(dims)
         )
 
-    def _to_compile(self, compiled: Made, schedule: Schedule) -> int:
+    def _to_compile(self, compiled: CompiledStages, schedule: Schedule) -> int:
         """How many pieces this process has yet to compile."""
         stages = list(range(schedule.num_stages))
         if self._rank is not None:
             stages = [stage for stage in stages if schedule.placement[stage] == self._rank]
         ops = {str(action.op) for row in schedule.actions for action in row}
-        return self._workshop.count_to_compile(compiled, stages, ops)
+        return self._stage_compiler.count_to_compile(compiled, stages, ops)
 
     def _offloading(self, signature: Signature, replicas: Replicas | None) -> Offloading | None:
         """The parameters that live on the CPU; None where all ranks compute there."""
@@ -261,7 +261,7 @@ class Planner:
         self,
         schedule: Schedule,
         programs: tuple[Program, ...],
-        compiled: Made,
+        compiled: CompiledStages,
         signature: Signature,
     ) -> Plan:
         rows = signature.rows

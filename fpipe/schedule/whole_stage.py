@@ -192,7 +192,7 @@ def _gathered(row: Sequence[Action], window: float) -> list[Action]:
     stages = list(dict.fromkeys(stage for stage, _ in segments))
     if window >= len(stages):
         return [*(_unshard(stage) for stage in stages), *_until_last_use(row)]
-    found: list[Action] = []
+    gathered: list[Action] = []
     held: list[int] = []
 
     def next_use(stage: int, after: int) -> float:
@@ -204,26 +204,26 @@ def _gathered(row: Sequence[Action], window: float) -> list[Action]:
         if stage in held:
             return
         if len(held) >= window:
-            rest = [own for own in held if own != keep]
+            rest = [other for other in held if other != keep]
             if not rest:
                 return
-            last = max(rest, key=lambda own: next_use(own, after))
+            last = max(rest, key=lambda other: next_use(other, after))
             if next_use(last, after) < next_use(stage, after):
                 return
             held.remove(last)
-            found.append(_reshard(last))
+            gathered.append(_reshard(last))
         held.append(stage)
-        found.append(_unshard(stage))
+        gathered.append(_unshard(stage))
 
     for at, (stage, actions) in enumerate(segments):
         gather(stage, at, keep=-1)
         if at + 1 < len(segments):
             gather(segments[at + 1][0], at + 1, keep=stage)
-        found += actions
+        gathered += actions
         if next_use(stage, at + 1) == inf:
             held.remove(stage)
-            found.append(_reshard(stage))
-    return found
+            gathered.append(_reshard(stage))
+    return gathered
 
 
 def _until_last_use(row: Sequence[Action]) -> Iterator[Action]:
@@ -241,20 +241,20 @@ def _reduced(row: Sequence[Action], every: float) -> list[Action]:
     for stage, op, _ in row:
         left[stage] = left.get(stage, 0) + (op in (Op.W, Op.B))
     since = dict.fromkeys(left, 0)
-    found: list[Action] = []
+    reduced: list[Action] = []
     due: int | None = None
     for action in row:
         stage, op, _ = action
         if due is not None and op in COMPUTE_OPS:
-            found.append(_reduce_grad(due))
+            reduced.append(_reduce_grad(due))
             due = None
-        found.append(action)
+        reduced.append(action)
         if op in (Op.W, Op.B):
             left[stage] -= 1
             since[stage] += 1
             if since[stage] >= every or not left[stage]:
                 due, since[stage] = stage, 0
-    return found if due is None else [*found, _reduce_grad(due)]
+    return reduced if due is None else [*reduced, _reduce_grad(due)]
 
 
 def _unshard(stage: int) -> Action:

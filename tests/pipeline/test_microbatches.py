@@ -207,7 +207,7 @@ def test_parts_of_one_shape_are_those_of_a_batch_that_is_split() -> None:
     found = pipe.step(params, batch | {"x": Microbatches(x.split(2))})
     assert torch.equal(found.loss, expected.loss)
     assert torch.equal(found.grads["w"], expected.grads["w"])
-    assert len(pipe._engine.workshop._chains) == 1
+    assert len(pipe._engine.stage_compiler._chains) == 1
 
 
 def test_compiled() -> None:
@@ -460,10 +460,10 @@ def test_shapes_are_traced_once_in_any_order(caplog: pytest.LogCaptureFixture) -
     pipe = pipe_of(SCHEDULES[1])
     with caplog.at_level(logging.INFO, "fpipe"):
         first = pipe.step(params, Microbatches(parts))
-        assert len(pipe._engine.workshop._chains) == 3  # two of the four are alike
+        assert len(pipe._engine.stage_compiler._chains) == 3  # two of the four are alike
         turned = pipe.step(params, Microbatches(reversed(parts)))
         pipe.step(params, Microbatches(parts))
-    assert len(pipe._engine.workshop._chains) == 3
+    assert len(pipe._engine.stage_compiler._chains) == 3
     assert_same(turned, first)
     with caplog.at_level(logging.INFO, "fpipe"):
         pipe.step(params, Microbatches([parts[3], *parts[:2], *make_parts([9], [1])]))
@@ -513,7 +513,7 @@ def test_a_slice_of_one_row_lies_as_any_other() -> None:
     )
     for width in (6, 7, 8):
         pipe.step(rand(), Microbatches([rand(2, 3), rand(1, width)[:, :5]]))
-    assert len(pipe._engine.workshop._chains) == 2
+    assert len(pipe._engine.stage_compiler._chains) == 2
 
 
 def test_keys_in_another_order_in_one_microbatch() -> None:
@@ -570,7 +570,7 @@ def test_orders_of_known_shapes_are_forgotten(
             losses = [(x * w).mean() * len(x) for x in parts]
             expected = torch.stack(losses).sum() / sum(map(len, parts))
             assert_same(pipe.value(w, Microbatches(parts)), expected)
-    assert len(planner.plans) == 4 and len(pipe._engine.workshop._chains) == 2
+    assert len(planner.plans) == 4 and len(pipe._engine.stage_compiler._chains) == 2
     told = [record.getMessage() for record in caplog.records]
     assert not [text for text in told if "have been traced" in text]
     assert [text for text in told if "come in another order" in text]

@@ -141,11 +141,11 @@ def trial_makespans(
     together: dict[int, tuple[Vector, Vector]] = {}  # start and end of B's that do
     last, first = zero, [math.inf] * draws.trials
 
-    def send(made: Vector, link: Link | None, least: float, size: float, rank: int) -> Vector:
+    def send(ready: Vector, link: Link | None, least: float, size: float, rank: int) -> Vector:
         """When a message arrives; its rank is occupied meanwhile where sends are blocking."""
         if link is None or not link.transfer:
-            return [end + least for end in made]
-        end = _latest(made, free.get(link.number, zero))
+            return [end + least for end in ready]
+        end = _latest(ready, free.get(link.number, zero))
         free[link.number] = end = [each + link.transfer * size for each in end]
         if costs.blocking:
             clocks[rank] = _latest(clocks[rank], end)

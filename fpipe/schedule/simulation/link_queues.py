@@ -60,16 +60,16 @@ class Queues:
     def __init__(self, links: Iterable[Link]) -> None:
         self.free = [0.0] * (1 + max((link.number for link in links), default=0))
 
-    def send(self, link: Link, made: float, size: float) -> tuple[float, float]:
+    def send(self, link: Link, ready: float, size: float) -> tuple[float, float]:
         """When the transfer of a message ends, and when it arrives.
 
         Args:
             link: its way.
-            made: when it is ready to be sent.
+            ready: when it is ready to be sent.
             size: of its microbatch.
         """
         if not link.transfer:
-            return made, made + link.latency
-        end = max(made, self.free[link.number]) + link.transfer * size
+            return ready, ready + link.latency
+        end = max(ready, self.free[link.number]) + link.transfer * size
         self.free[link.number] = end
         return end, end + link.latency

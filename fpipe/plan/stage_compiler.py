@@ -2,7 +2,7 @@
 
     shapes ── trace ──► chains ── cut by the remat policies ──► code of every stage
 
-Nothing here knows a schedule, so pipelines that differ in their schedule alone share a workshop:
+Nothing here knows a schedule, so pipelines that differ in their schedule alone share one:
 what one of them has traced and compiled serves the others.
 """
 
@@ -28,7 +28,7 @@ from fpipe.trace.isolation import once_more, uncompiled
 Trained = tuple[frozenset[Source], ...]
 
 
-class Made(NamedTuple):
+class CompiledStages(NamedTuple):
     """The code of all stages for the microbatches of one batch, by their kind.
 
     Attributes:
@@ -51,7 +51,7 @@ class Made(NamedTuple):
                     yield from code.pieces.values()
 
 
-class Workshop:
+class StageCompiler:
     """Makes the code of all stages for a kind of batch, once.
 
     Args:
@@ -72,7 +72,7 @@ class Workshop:
         self._chains: dict[Any, Chain] = {}
         self._codes: dict[tuple[Chain, Trained, tuple[int, ...]], tuple[StageCode, ...]] = {}
 
-    def __call__(self, signature: Signature) -> Made:
+    def __call__(self, signature: Signature) -> CompiledStages:
         """The code for arguments of these shapes.
 
         Raises:
@@ -98,7 +98,7 @@ class Workshop:
         usual, last = (
             [self._cut(chain, trained, policies) for chain in chains] for policies in self._policies
         )
-        return Made(chains, usual, last, self._tracer.frozen(signature.params))
+        return CompiledStages(chains, usual, last, self._tracer.frozen(signature.params))
 
     def __contains__(self, signature: Signature) -> bool:
         """Whether all of its microbatches were traced before."""
@@ -107,17 +107,19 @@ class Workshop:
             for size, shape in zip(signature.sizes(), signature.batch, strict=True)
         )
 
-    def count_to_compile(self, made: Made, stages: Iterable[int], ops: Collection[str]) -> int:
+    def count_to_compile(
+        self, compiled: CompiledStages, stages: Iterable[int], ops: Collection[str]
+    ) -> int:
         """How many distinct graphs are not callable yet.
 
         Args:
-            made: what `__call__` has returned.
+            compiled: what `__call__` has returned.
             stages: that are run.
             ops: of their actions; a piece that continues a sum goes with the one that begins it.
         """
         return self._compiler.missing(
             piece
-            for codes in (made.usual, made.last)
+            for codes in (compiled.usual, compiled.last)
             for kind in codes
             for stage in stages
             for op, piece in kind[stage].pieces.items()
@@ -167,11 +169,12 @@ def _check_results(chains: Sequence[Chain]) -> None:
                 "microbatches of a step, or in none (state + 0 for one that stays)"
             )
         results = ([c.value(source) for source in c.results] for c in (chain, chains[0]))
-        for own, first in zip(*results, strict=True):
-            if own.dtype != first.dtype:
+        for result, first in zip(*results, strict=True):
+            if result.dtype != first.dtype:
                 raise StageError(
-                    f"{chain.labels[-1]} returns {in_words(own)} for microbatches of one shape and "
-                    f"{in_words(first)} for those of another: what comes out must have one dtype"
+                    f"{chain.labels[-1]} returns {in_words(result)} for microbatches of one shape "
+                    f"and {in_words(first)} for those of another: what comes out must have "
+                    "one dtype"
                 )
 
 
