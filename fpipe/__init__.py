@@ -13,7 +13,7 @@ To run one: `step`, `use`, `global_norm`, `clip_by_global_norm`, `Microbatches`,
 `reductions`, `losses`.
 To transform one: `vmap`, `grad`, `per_example_grads`, `per_example_norms`, `jvp`, `vjp`, `hvp`,
 `ggnvp`. Schedules: `schedules`, `Schedule`, `Action`, `Op`, `verify`, `Cost`, `Jitter`, `simulate`,
-`search`, `lower_bound`, `profile`, `record`, `Timeline`. What takes long is shown: `progress`.
+`search`, `lower_bound`, `profile`, `record`, `Timeline`. `progress` shows long work.
 """
 
 from typing import TYPE_CHECKING, Any

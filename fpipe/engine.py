@@ -317,7 +317,7 @@ class Engine:
         Args:
             call: one of `fpipe.execute.header.CALLS`.
             work: is given what takes a picklable value of each process and returns all of them.
-                What it raises breaks the connections of the group.
+                An exception within it breaks the connections of the group.
         """
         return self._controller.together(call, work)
 

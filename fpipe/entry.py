@@ -73,8 +73,8 @@ def pipeline(
         schedule: who does what in which order; its number of microbatches is how many parts each
             batch is split into.
         in_dims: pytree prefix of the batch: the dimension that is split, or None for a leaf that
-            every microbatch gets whole, as in `torch.func.vmap`. What the caller has split,
-            `fpipe.Microbatches`, has its rows along that dimension.
+            every microbatch gets whole, as in `torch.func.vmap`. Microbatches that the caller has
+            split, `fpipe.Microbatches`, have their rows along that dimension.
         out_dims: pytree prefix of aux: the dimension along which the leaves of the microbatches are
             concatenated, None to keep the last microbatch's leaf, or `fpipe.Microbatches` to leave
             them apart. A leaf without dimensions has none to concatenate along: those of the
@@ -83,8 +83,8 @@ def pipeline(
         has_aux: the loss function returns ``(loss, aux)``: aux is any pytree of tensors, made in
             any stage. It comes back beside loss and gradients, and no gradient flows from it.
         has_key: one function is ``loss_fn(params, batch, key)``, called with the keyword argument
-            ``key``, which is ``fpipe.random.fold_in(key, m)`` for microbatch `m`. Of stages each
-            says for itself whether it reads a key: ``fpipe.Stage(fn, reads_key=True)``.
+            ``key``, which is ``fpipe.random.fold_in(key, m)`` for microbatch `m`. Each stage says
+            for itself whether it reads a key: ``fpipe.Stage(fn, reads_key=True)``.
         has_state: the function is ``loss_fn(params, state, batch)`` and returns the new state after
             the loss, ``(loss, state)`` or ``(loss, state, aux)``; ``step``, ``value`` and
             ``forward`` take the state after the parameters. A state is any pytree of tensors, such
@@ -113,9 +113,10 @@ def pipeline(
             computes the rest again; ``"except_last"`` is full but for the last microbatch of each
             stage; a callable decides for each traced forward node whether its value may be kept;
             a list has one of these for each stage.
-            What is inside a call of `torch.utils.checkpoint` is computed again in any case, call
-            by call, and saved where selective checkpointing says so. What depends on parameters
-            alone is computed once a step, and kept for it. The result never depends on any of it.
+            The inside of a call of `torch.utils.checkpoint` is computed again in any case, call
+            by call, and saved where selective checkpointing says so. A value that depends
+            on parameters alone is computed once a step, and kept for it. The result never depends
+            on any of it.
         compile: True for Inductor; False to run the traced graphs uncompiled; a mapping with
             ``backend``, ``mode`` and ``options`` as for `torch.compile`, or a backend's name.
             Layers that are alike within a stage are compiled once, unless the mapping has
@@ -132,7 +133,7 @@ def pipeline(
             floating-point values that stages get and pass on, unless ``cast_forward_inputs`` is
             False; what the last stage returns is cast to ``output_dtype`` before the loss.
             Gradients are added up in ``reduce_dtype``, over microbatches and replicas, and come
-            back in the parameters' dtypes. Of one function all of the batch is cast, and there is
+            back in the parameters' dtypes. For one function all of the batch is cast, and there is
             no ``output_dtype``. Not beside `accum_dtype`.
         devices: the device of each rank, on which the parameters of its stages must lie;
             `Pipeline.place` puts them there. One function is recorded on the device of its first
@@ -163,7 +164,7 @@ def pipeline(
         reduce: with `data`, what adds up gradients over replicas in place of torch, as a
             communication hook of DDP does: ``(bucket, group) -> bucket``, pure. A bucket is one
             flat tensor of sums, and what is returned their sum over the process group, in its shape
-            and dtype. Of divided parameters a bucket has a row for each replica, and the row of
+            and dtype. For divided parameters a bucket has a row for each replica, and the row of
             this one is returned. In place of the sum it may return something whose ``wait()``
             returns it, such as a ``torch.futures.Future``: the rank goes on until it needs the sum.
             `fpipe.reductions` has one.

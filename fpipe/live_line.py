@@ -66,7 +66,7 @@ class Work:
         return _now() - self.start
 
     def text(self) -> str:
-        """What the live line says."""
+        """The text of the live line."""
         words = [self.what]
         if self.done and self.total:
             words.append(f"{self.done} of {max(self.done, self.total)}")
@@ -173,7 +173,7 @@ def progress(shown: bool = True) -> None:
     """Show, or do not show, what takes long: tracing, compiling, searching, measuring, reading.
 
     By default it is shown on the standard error of the process, over a process group on that of the
-    first rank, unless the environment variable ``FPIPE_PROGRESS`` is ``0``. What takes less than a
+    first rank, unless the environment variable ``FPIPE_PROGRESS`` is ``0``. Work of less than a
     second is never shown. The logger ``fpipe`` says more, at level INFO.
 
     Args:

@@ -126,9 +126,9 @@ class Pipeline(Loadable):
     ) -> Any:
         """The output for the whole batch, by running forward only.
 
-        Of stages that is the last one's output; the loss is not computed. Of one function it is its
-        loss and, as a named tuple, the aux that it must declare with ``has_aux=True``; a new state
-        is dropped.
+        For stages that is the last one's output; the loss is not computed. For one function it is
+        its loss and, as a named tuple, the aux that it must declare with ``has_aux=True``; a new
+        state is dropped.
 
         Where autograd is watching, in one process, what comes out has a history, so a loss of all
         rows at once can be made of it, whose backward runs the pipeline once more, as `fpipe.vjp`
@@ -147,7 +147,7 @@ class Pipeline(Loadable):
 
         Returns:
             The output pytree, in the order of the rows of the batch. Over a process group it is
-            returned on the rank of the last stage, and None on the others. Of one function
+            returned on the rank of the last stage, and None on the others. For one function
             `ForwardAux`, ``(loss, aux)``.
 
         Raises:
@@ -160,9 +160,9 @@ class Pipeline(Loadable):
     def with_schedule(self, schedule: Schedule) -> Self:
         """The same stages, loss and options under another schedule.
 
-        What this pipeline has traced and compiled serves the new one too, and the other way round,
-        so many schedules of one model cost little more than one. Only if a stage moves to another
-        one of the `devices` is all made anew.
+        The two share what either has traced and compiled, so many schedules of one model cost
+        little more than one. Only if a stage moves to another one of the `devices` is all made
+        anew.
 
         Args:
             schedule: with as many stages.

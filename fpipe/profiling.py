@@ -125,7 +125,7 @@ def profile(
     ]
 
     def each(op: Op) -> list[float]:
-        # What has nothing to compute, as the backward of a frozen start, costs nothing.
+        # An action that has nothing to compute, as the backward of a frozen start, costs nothing.
         return [median(durations[stage, op] or [0.0]) for stage in stages]
 
     definition = engine_of(pipe).definition
@@ -158,7 +158,7 @@ def profile(
 
 
 def _kinds(pipe: Pipeline, params: Any, arguments: Sequence[Any]) -> tuple[int, ...]:
-    """Of the caller's own microbatches, of which one process may know and another not."""
+    """The kinds of the caller's own microbatches: one process may know them and another not."""
     definition, microbatches = engine_of(pipe).definition, pipe.schedule.num_microbatches
 
     def own() -> tuple[int, ...] | None:
@@ -234,8 +234,8 @@ def residual_bytes(program: Program) -> dict[tuple[int, int], tuple[float, float
     microbatch.
 
     A value counts for the stage and microbatch whose backward uses it last, wherever it was filled:
-    the input of a stage is kept for it too. What I makes for W counts as not freed, and so does a
-    gradient that W still reads, whether the next stage is on this rank or on another.
+    the input of a stage is kept for it too. A value that I makes for W counts as not freed, and so
+    does a gradient that W still reads, whether the next stage is on this rank or on another.
     """
     kept: Mapping[tuple[int, int | None], list[float]] = defaultdict(lambda: [0.0, 0.0])
     born: dict[int, tuple[float, Op | None]] = {}
@@ -321,7 +321,8 @@ def _mean(y: Tensor, _: Tensor) -> Tensor:
 def hops(timeline: Timeline) -> list[float]:
     """How long each value took to a rank that was waiting for it.
 
-    What had nothing to compute took no time and read nothing; W then reads what I would have.
+    An action that had nothing to compute took no time and read nothing; W then reads what I would
+    have.
     """
     delays = []
     rows = [[event for event in row if event.end > event.start] for row in timeline.events]

@@ -401,7 +401,7 @@ def broadcast_prefix(name: str, prefix: Any, tree: Any, tree_name: str) -> list[
     """One value of `prefix` for each leaf of `tree`, as `torch.func.vmap` reads ``in_dims``.
 
     None in `prefix` is a value ("not split") and not an empty node; None in `tree` has no leaf and
-    takes none. Of `Microbatches` in `tree` each part has the prefix.
+    takes none. Each part of `Microbatches` in `tree` has the prefix.
 
     Raises:
         BatchError: `prefix` is no prefix of `tree`; the message has the key path.

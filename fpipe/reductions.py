@@ -43,7 +43,7 @@ def bf16(bucket: Tensor, group: dist.ProcessGroup) -> Widened:
     over many replicas.
 
     Args:
-        bucket: floating point. Of shape [n], the sums of this replica; or of shape
+        bucket: floating point. Its shape is [n], the sums of this replica; or
             [replicas, n], a row for each replica.
         group: the replicas.
 

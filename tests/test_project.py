@@ -9,10 +9,13 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from importlib import metadata
+from io import StringIO
 from itertools import chain
 from pathlib import Path
 from textwrap import dedent
@@ -322,6 +325,40 @@ def test_a_variable_bears_a_noun_that_says_what_it_is() -> None:
         room = ".".join(path.relative_to(ROOT).parent.parts)
         left[room] += sum(name in VAGUE for name in bindings_of(path))
     assert {room: count for room, count in left.items() if count > VAGUE_LEFT.get(room, 0)} == {}
+
+
+# A sentence has its subject first. In the search some are left.
+RIDDLE: Final = re.compile(r"(?:^|[.:;]\s+|\n\s*\n\s*)((?:Of|What)\s[^.]*)")
+RIDDLES_LEFT: Final = 4
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """The docstrings and comments of a module; comment lines that follow each other are one."""
+    source = path.read_text("utf-8")
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield text
+    comments: list[str] = []
+    last = 0
+    for token in tokenize.generate_tokens(StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if token.start[0] != last + 1:
+                yield " ".join(comments)
+                comments = []
+            comments.append(token.string.lstrip("# "))
+            last = token.start[0]
+    yield " ".join(comments)
+
+
+def test_sentences_begin_with_their_subject() -> None:
+    riddles = [
+        f"{path.name}: {riddle}"
+        for path in MODULES.values()
+        for text in texts_of(path)
+        for riddle in RIDDLE.findall(text)
+    ]
+    assert len(riddles) <= RIDDLES_LEFT, riddles
 
 
 # ── public names ────────────────────────────────────────────────────────────────────────────────

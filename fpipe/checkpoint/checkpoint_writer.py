@@ -37,7 +37,7 @@ class Content:
     """The content of a checkpoint. Nobody may change the tensors until it is written.
 
     Attributes:
-        tensors: of this process. Of one that several processes have, one of them writes it.
+        tensors: of this process. Where several processes have one, one of them writes it.
         facts: of this process; anything that can be pickled.
         join: from the marks and the facts of all processes to what `FACTS` holds; None for no such
             file.
@@ -81,8 +81,8 @@ def write(
         keep: how many directories with `FACTS` stay in the parent directory; None for all.
 
     Raises:
-        PipelineError: a process cannot write, or is gone; on all processes. What was at `path` is
-            still there.
+        PipelineError: a process cannot write, or is gone; on all processes. The old content of
+            `path` is still there.
     """
     # It takes a second to import.
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter

@@ -38,8 +38,8 @@ _LITERAL = torch.ops.aten.lift_fresh.default
 class WriteGuard(Seeing):
     """Raises `ImpureError` at the op that writes, before it does, so that nothing is changed.
 
-    What draws from a generator that is not torch's writes to that, and is `Untraceable`, as are
-    collectives of torch.distributed that write to their arguments.
+    An operation that draws from a generator that is not torch's writes to it, and is `Untraceable`,
+    as are collectives of torch.distributed that write to their arguments.
 
     Args:
         inputs: fake inputs by how a user would write them.

@@ -3,8 +3,8 @@
     one joint graph ──► a graph for each stage, forward and backward, and what crosses between them
 
 Forward values cross to the later stages that read them; a gradient crosses back from each stage
-that a value went to. What crosses is laid out densely: with its dimensions in the order of its
-memory, so that the reader gets back the very strides that it was recorded with.
+that a value went to. A value that crosses is laid out densely: with its dimensions in the order of
+its memory, so that the reader gets back the very strides that it was recorded with.
 """
 
 from __future__ import annotations

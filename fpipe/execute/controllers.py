@@ -23,7 +23,7 @@ from fpipe.trace.chain import ChainTracer
 
 
 def stage_compiler_of(definition: Definition) -> StageCompiler:
-    """What traces and compiles the stages.
+    """The compiler of the stages of a definition.
 
     It depends on no more of the schedule than the number of stages and the device of each.
     """

@@ -269,8 +269,8 @@ _BACKWARDS = frozenset(
 # With a probability given beside the tensor whose shape they take.
 _BERNOULLIS = frozenset({aten.bernoulli.p, aten.bernoulli.Tensor})
 
-# What overwrites a value with what is drawn, as functionalisation writes it, or draws as many as
-# there are of it: not differentiable.
+# Operations that overwrite a value with what is drawn, as functionalisation writes it, or draws as
+# many as there are of it: not differentiable.
 OVERWRITES = frozenset(
     {
         *(getattr(aten.randint_like, name) for name in aten.randint_like.overloads()),
@@ -285,8 +285,9 @@ OVERWRITES = frozenset(
 def free_views_of_layout(graph: fx.Graph) -> None:
     """Replace ``view`` by ``reshape``, which copies where a layout is not that of the trace.
 
-    What crosses a boundary becomes contiguous: a value that was transposed before a boundary and is
-    transposed back behind it, as a recurrent layer does with batches, can be viewed no more.
+    A value that crosses a boundary becomes contiguous: a value that was transposed before a
+    boundary and is transposed back behind it, as a recurrent layer does with batches, can be viewed
+    no more.
     """
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
         node.target = aten.reshape.default
@@ -297,8 +298,8 @@ def with_uniform_draws(graph: fx.Graph) -> fx.Graph:
 
     On the CPU it leaves ``bernoulli`` to a kernel that draws from the generator which seeds its own
     draws, too, and in an order that depends on what else a graph returns: with another remat policy
-    it would draw other numbers. What is drawn without a dtype it draws in float32, whatever the
-    default was in the trace.
+    it would draw other numbers. Without a dtype it draws in float32, whatever the default was in
+    the trace.
     """
     copied = copy_of(graph)
     for node in list(copied.nodes):

@@ -98,8 +98,8 @@ class Parameters:
     def with_state(cls, params: Any, num_stages: int) -> Parameters:
         """`whole`, of the pair of parameters and state.
 
-        What a stage has left of the state for the next microbatch is contiguous, so what it begins
-        with is, too.
+        The state that a stage leaves to the next microbatch is contiguous, so the first one is,
+        too.
 
         Raises:
             BatchError: a leaf is no dense tensor.
@@ -180,7 +180,7 @@ def check_parts(name: str, params: Any, num_stages: int) -> None:
 def keep(params: Any, stages: Collection[int]) -> Any:
     """`params` with None in place of every stage's part but those of `stages`.
 
-    What is no list or tuple is returned as it is, to be refused by whoever reads it.
+    Anything but a list or tuple is returned as it is: its reader refuses it.
     """
     if not isinstance(params, list | tuple):
         return params

@@ -196,7 +196,7 @@ def choose_cuts(
 
 
 class Limits(NamedTuple):
-    """What bounds the choice of cuts; as for `balance`."""
+    """The limits of the choice of cuts; as for `balance`."""
 
     candidates: Sequence[str] | None
     memory: float

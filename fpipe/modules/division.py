@@ -10,8 +10,8 @@ With one stage per rank that is (m + p - 1) times the slowest stage, the time of
 with several even stages per rank it is that of interleaving (Narayanan et al., arXiv 2104.04473).
 The times of a rank are its loads over its speed.
 
-A label of the search stands for one way to choose the first few stages. Of two labels that end at
-the same part, one that is as good in every respect makes the other needless. With one stage per
+A label of the search stands for one way to choose the first few stages. Where two labels end at the
+same part, one that is as good in every respect makes the other needless. With one stage per
 rank this is the textbook's dynamic programming.
 """
 

@@ -2,7 +2,7 @@
 
     shapes ── which leaves are read here? ──► make(those)    others stay bare shapes
 
-What is made of a leaf depends on its name alone, so it is the same wherever that leaf lies.
+The value of a leaf depends on its name alone, so it is the same wherever that leaf lies.
 """
 
 from __future__ import annotations

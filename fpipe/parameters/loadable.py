@@ -45,7 +45,7 @@ class Loadable:
     ) -> Any:
         """Make parameters; over a process group each process makes those of its own stages alone.
 
-        What a leaf becomes depends on `key` and its name, and so neither on the schedule nor on the
+        The value of a leaf depends on `key` and its name, and so neither on the schedule nor on the
         number of processes.
 
         Args:
@@ -263,7 +263,7 @@ class Loadable:
         """Read a state from files, all of it on each process, as `step` returns it.
 
         Args:
-            path: as for `load`. What is no part of the state is passed over.
+            path: as for `load`. Anything but the state is passed over.
             shapes: a state as for `step`, of which shapes and dtypes count. The pipeline of a
                 module knows it.
             rename: from the name of a leaf to that in the checkpoint.
@@ -294,8 +294,8 @@ class Loadable:
         Returns:
             The leaves themselves, by the names that `load` reads, frozen ones too. In one process
             they are all of them; over a process group those of its own stages, and of one function
-            or a module those that its stages have read in any call so far. What several ranks
-            read, each has. None, as gradients have it, is left out.
+            or a module those that its stages have read in any call so far. A leaf that
+            several ranks read is on each of them. None, as gradients have it, is left out.
 
         Raises:
             BatchError: `params` is no such tree, or it is not known yet what this process reads.

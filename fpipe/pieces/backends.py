@@ -20,7 +20,7 @@ Compile = bool | str | Mapping[str, Any] | Callable[[fx.GraphModule, Sequence[Te
 
 
 def without_regions(compile: Compile) -> tuple[Compile, bool]:
-    """What makes graphs callable, and whether pieces are divided into regions before.
+    """How graphs become callable, and whether pieces are divided into regions before.
 
     Raises:
         StageError: ``regions`` is something else than True or False.
@@ -128,7 +128,7 @@ def _by_callers(
     module: fx.GraphModule,
     examples: list[Tensor],
 ) -> Boxed:
-    """What a caller's own function makes, which is told where it seems not to be boxed."""
+    """The result of a caller's own function, with a warning where it seems not to be boxed."""
     compiled = make(module, examples)
     if not callable(compiled):
         return compiled

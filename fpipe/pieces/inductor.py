@@ -42,7 +42,7 @@ def by_inductor(
 ) -> Boxed:
     """Inductor's own boxed callable, without the wrappers around it where they do nothing.
 
-    What comes out lies as it did in the trace, for which the pieces that read it are compiled.
+    Outputs lie as they did in the trace, for which the pieces that read it are compiled.
     """
     layouts = layouts_of(module.graph)
     if takes_kernel:
@@ -62,7 +62,8 @@ def _by_inductor(
     patches: dict[str, Any],
     layouts: Sequence[Layout | None],
 ) -> tuple[Boxed, list[int]]:
-    """What Inductor makes of a graph; or the outputs that would not lie as they should.
+    """The callable that Inductor makes of a graph; or the outputs that would not lie as they
+    should.
 
     It writes some operations by means of others that lay out their results otherwise.
     """
@@ -95,7 +96,7 @@ def _by_inductor(
         captured.append((artefact, len(inner), len(laid)))
         return artefact
 
-    # What is compiled for a number of threads is kept under it, by every version of torch.
+    # Code for a number of threads is kept under it, by every version of torch.
     processor: dict[str, Any] = {"cpp.threads": torch.get_num_threads()}
     if inductor_config.cpp.vec_isa_ok is None and _has_wide_vectors():
         processor["cpp.vec_isa_ok"] = True

@@ -1,7 +1,7 @@
 """How Inductor writes the operations of fpipe's own into its loops.
 
-What is one operation in a graph stays one until a loop is written: written out before, a draw from
-a key would be 160 operations, of which each takes Inductor longer than the machine a million.
+An operation of a graph stays one until a loop is written: written out before, a draw from a key
+would be 160 operations, of which each takes Inductor longer than the machine a million.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def footprint(
             every op writes its result.
         written: names of values that are in memory all the same.
 
-    What a library takes for itself, such as the packed operands of a matrix product, is not seen.
+    Memory that a library takes for itself, as for the packed operands of a product, is not seen.
 
     Example:
         >>> import torch

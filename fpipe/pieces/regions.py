@@ -49,7 +49,7 @@ def divide(piece: Piece) -> tuple[Piece, ...]:
     Their inputs and outputs have the names of the nodes of the piece's graph.
     """
     nodes = _in_order(piece.graph)
-    # What a collective hands over is not there before another node has waited for it.
+    # The result of a collective is not there before another node has waited for it.
     if len(nodes) < FEW or piece.communicates:
         return (piece,)
     borders = sorted(_borders(_Sequence.of(nodes), 0, len(nodes)))
@@ -191,7 +191,7 @@ def _in_phase(sequence: _Sequence, run: _Run, high: int) -> _Run:
         places = moved.places()
         at_an_end = places[0] == 0 or places[-1] == len(kinds)
         inside = kinds[places[0] : places[1]]
-        # What is read far behind, or returned, is in memory wherever the run is cut.
+        # A value that is read far behind, or returned, is in memory wherever the run is cut.
         crossing = (sum(values[place] for place in places) for values in (leaving, alive))
         return next(crossing), not at_an_end, next(crossing), inside
 

@@ -45,7 +45,7 @@ CONFIGS: Final = (
     Config(128, 128, 32, 4, 4),
     Config(64, 64, 64, 4, 4),
 )
-"""What is measured: for great products, for devices with less shared memory, for small products."""
+"""Products that are measured: great ones, for devices with less shared memory, small ones."""
 
 GROUP: Final = 8
 """Rows of tiles that are made at about the same time."""

@@ -58,7 +58,7 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, value: Tensor) -> Operand:
-        """Of a tensor, which may be abstract."""
+        """Those of a tensor, which may be abstract."""
         return cls(tuple(value.shape), value.stride(), value.dtype)
 
     def drawn(self, device: torch.device, seed: int) -> Tensor:
@@ -124,7 +124,8 @@ def with_wgrad_kernel(graph: fx.Graph, choose: Choose, options: Mapping[str, Any
 
 
 def _product_in(total: fx.Node) -> list[fx.Node]:
-    """What leads to a product of 16 bits that a piece adds to a sum of its caller's, and returns.
+    """The nodes that lead to a product of 16 bits that a piece adds to a sum of its caller's, and
+    returns.
 
     The sum so far comes in and serves nothing else, and the new one goes out.
 

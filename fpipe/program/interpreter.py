@@ -174,8 +174,8 @@ def load(
         device: where parameters and batch leaves are copied to, None to leave them.
         key: of the step; may be None if the program reads none.
         copies: of leaves that other runs of the step have made.
-        home: where one function was recorded for stages on several devices, else None. What it
-            closes over there is copied too, and all leaves lie as copies do.
+        home: where one function was recorded for stages on several devices, else None. A tensor
+            that it closes over there is copied too, and all leaves lie as copies do.
         brings_params: copy parameters too; where they live on the CPU, the program does so.
     """
     run = Run(program)

@@ -202,9 +202,9 @@ class Program:
         """Most bytes that slots, receive buffers, gradient sums and running kernels hold at once.
 
         The caller's parameters and batch, and tensors that stages close over, are not counted; nor
-        are copies of the batch, where it lies elsewhere or is not contiguous along its rows. What a
-        kernel needs while it runs is read off its graph, so it is close, not exact: a compiler
-        may fuse more or less, and a library may take memory for itself.
+        are copies of the batch, where it lies elsewhere or is not contiguous along its rows. The
+        memory that a kernel needs while it runs is read off its graph, so it is close, not exact: a
+        compiler may fuse more or less, and a library may take memory for itself.
         """
         return max(memory_curve(self), default=0)
 
@@ -318,7 +318,7 @@ def _describe(instruction: Instruction) -> str:
 
 
 def _kind(instruction: Instruction) -> tuple[str, int]:
-    """What an instruction is in a table, and the bytes of its message."""
+    """The words for an instruction in a table, and the bytes of its message."""
     match instruction:
         case Compute(action=action):
             return f"compute {action.op}", 0

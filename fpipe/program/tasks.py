@@ -51,11 +51,11 @@ def tasks_of(
     """Find the tasks of all ranks.
 
     The first B or W of a stage starts the sums of its parameter gradients, the others continue
-    them. What a stage reads may depend on the rows of a microbatch: where one is the first to read
-    some parameters but not others, what it starts is added to what there is. What no microbatch
-    goes into is computed before the first task that reads it, as an UNSHARD. Without replicas the
-    whole-stage actions of the schedule itself have no task; with `updates` the place of each UPDATE
-    is kept.
+    them. The parameters that a stage reads may depend on the rows of a microbatch: where one is the
+    first to read some parameters but not others, what it starts is added to what there is. A value
+    that no microbatch goes into is computed before the first task that reads it, as an UNSHARD.
+    Without replicas the whole-stage actions of the schedule itself have no task; with `updates` the
+    place of each UPDATE is kept.
     """
     sums: dict[SumValue, Value] = {}
     reductions = None

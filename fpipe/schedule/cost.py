@@ -199,7 +199,7 @@ class Cost:
         The command line takes it, as ``--cost cost.json``.
 
         Returns:
-            What the file holds: the arguments of `Cost` that are not None.
+            The content of the file: the arguments of `Cost` that are not None.
         """
         return save(path, format_cost(vars(self)))
 

@@ -363,8 +363,8 @@ def _requires(
 ) -> str | Sequence[str] | None:
     """The least that an incomplete schedule owes, as `verify` takes it; None for everything.
 
-    What it owes of one function is told by the trace, and what it owes where a function chooses by
-    the parameters: a plan of a step looks at that.
+    For one function the trace tells what it owes, and so where a function chooses the parameters: a
+    plan of a step looks at that.
     """
     if all(action.op == Op.F for row in schedule.actions for action in row):
         return "F"  # `value` and `forward` can be run by it

@@ -203,7 +203,7 @@ def without_data_checks() -> Iterator[None]:
     they are given. A tensor that is formatted into a message, needed or not, appears as its shape.
     Nor does the derivative of ``x[mask] = value`` count what is masked, where all of that gets the
     same value, or `ctc_loss` the symbols of its longest target. `istft` does not see whether its
-    windows leave a gap, where it divides by zero. What reads or fills ``.grad``, which a pure
+    windows leave a gap, where it divides by zero. Code that reads or fills ``.grad``, which a pure
     function has not, is refused. Recurrent layers do not lay their weights in one piece for cuDNN.
     """
     stand_ins = (_CHECKS, _WEIGHTS, _SAVING, _BACKWARDS, *_SET_UP)

@@ -41,8 +41,8 @@ _CHECKS: Final = torch.ops.aten._linalg_check_errors.default
 class Functional(FunctionalTensorMode):
     """Functionalization beneath autograd.
 
-    Operations that write to nothing and return new tensors, which most do, take a short way. What
-    is detached is another tensor to autograd, and the same here: no operation is recorded.
+    Operations that write to nothing and return new tensors, which most do, take a short way. A
+    detached value is another tensor to autograd, and the same here: no operation is recorded.
 
     Args:
         name: how to call a tensor that the function closes over, in messages.

@@ -43,7 +43,7 @@ class Kernels:
         *,
         in_place: bool = False,
     ) -> list[Tensor] | None:
-        """What the step makes of a parameter and its state; None where no kernel fits.
+        """The next parameter and its state; None where no kernel fits.
 
         Args:
             update: the recording.
@@ -117,7 +117,7 @@ class _Split:
 
 
 def kernels_of(compile: Compile) -> Kernels | None:
-    """What compiles updates for a pipeline with this option; None for nothing."""
+    """The compiler of updates for a pipeline with this option; None for none."""
     if compile is False or not isinstance(compile, bool | str | Mapping):
         return None
     return Kernels(compile)

@@ -52,8 +52,8 @@ class Trainer:
                 this process's stages.
 
         Returns:
-            A `TrainState`. Its tensors lie where their parameters do. What the first step makes by
-            itself, as a momentum, is 0 until then.
+            A `TrainState`. Its tensors lie where their parameters do. A tensor that the first step
+            makes by itself, as a momentum, is 0 until then.
 
         Raises:
             FpipeError: in one process, the optimizer changes none of the parameters.

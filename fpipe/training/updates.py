@@ -81,7 +81,7 @@ def _second_moment(grad: Tensor, state: dict[str, Any], weight: float, eps: floa
 
 
 _RECORDABLE: Final[Mapping[type, type]] = {torch.optim.Adafactor: Adafactor}
-"""What is recorded in place of a class that cannot be."""
+"""The class that is recorded in place of one that cannot be."""
 
 _REFUSED: Final[Mapping[type, str]] = {
     torch.optim.LBFGS: "it calls the loss several times a step; AdamW and SGD do not",
@@ -248,7 +248,7 @@ class Updates:
         return outputs[0], after
 
     def _known(self, hyper: Mapping[str, Any]) -> _Hyper:
-        """What these hyperparameters come to, which was found for the leaf before, if any was."""
+        """Hyperparameters as a recording takes them: often those of the leaf before."""
         if self._hyper.by_name is hyper:
             return self._hyper
         known = _Hyper.of(hyper)

@@ -28,9 +28,9 @@ from fpipe.transport.waiting import look_now_and_then
 # Tags, so that a bell is never taken for a message.
 MESSAGE, BELL = 0, 1
 
-# What torch reads when an NCCL group is made. The watch of the ranks aborts it after a fault, on
-# which torch would end the process, as it would after an error of a kernel, which a step tells; and
-# that messages of a channel follow each other is meant.
+# The variables that torch reads when an NCCL group is made. The watch of the ranks aborts it after
+# a fault, on which torch would end the process, as it would after an error of a kernel, which a
+# step tells; and that messages of a channel follow each other is meant.
 _NCCL: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",

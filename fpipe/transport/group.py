@@ -141,7 +141,7 @@ class GroupTransport:
             raise Interrupted
         _, values, arrival = self._posted[message]
         self._await(message)
-        # Who sends blanks has told before that it failed. What looks like one may be a value.
+        # Who sends blanks has told before that it failed. Values may look like blanks.
         blank = arrival is not None and arrival.is_blank
         self._posted[message] = ([], values, None)  # for the drain to take, if it comes to that
         if self._interrupted() or (blank and self._failed()):

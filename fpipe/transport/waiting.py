@@ -74,9 +74,10 @@ def look_now_and_then(
 class Arrival:
     """Whether something was received into a buffer yet.
 
-    The works of gloo's receives do not tell before they are waited for. What fills the buffer from
-    its start to its end does: its last four bytes are marked, and are something else afterwards. It
-    is a hint. Where what arrives ends in the very mark, it is noticed later, by waiting.
+    The works of gloo's receives do not tell before they are waited for. A value that fills the
+    buffer from its start to its end does: its last four bytes are marked, and are something else
+    afterwards. It is a hint. Where what arrives ends in the very mark, it is noticed later, by
+    waiting.
 
     Args:
         buffer: contiguous, on the CPU, about to be received into, and kept until it was.

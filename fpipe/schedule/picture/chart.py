@@ -244,7 +244,7 @@ def fillings(
     name: Callable[[Box], Name],
     start: float = 0.0,
 ) -> list[Mapping[Name, float]]:
-    """What fills each of so many columns of time, from `start`: the time of each name in it.
+    """The content of each of so many columns of time, from `start`: the time of each name in it.
 
     Args:
         row: the boxes of a rank; those beside it are left out.

@@ -87,7 +87,7 @@ class _Run:
         self.changes = (kept, [-frees for frees in freed], left)
 
     def order(self) -> Order:
-        """What has been run."""
+        """The actions that have been run."""
         if self.problem.simulated or self.problem.cost.has_transfers:
             return self.problem.played(Order(math.inf, self.rows, frozenset()))
         begun = self.firsts if self.problem.objective == "span" else [0.0] * len(self.firsts)

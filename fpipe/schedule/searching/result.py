@@ -71,7 +71,7 @@ class SearchResult:
 
     @cached_property
     def best_family(self) -> Timeline | None:
-        """Of the named families that fit the memory, the one with the least mean at 5 % jitter.
+        """The named family that fits the memory with the least mean at 5 % jitter.
 
         Each in the same trials as `shaken`; None where no family fits. Computed on first use.
         """
@@ -86,7 +86,7 @@ class SearchResult:
 
     @property
     def loss(self) -> float:
-        """What the schedule loses at 5 % jitter beside the best named family, as a fraction.
+        """The loss of the schedule at 5 % jitter beside the best named family, as a fraction.
 
         Above 0 the family is faster on average; below 0 the schedule is.
 

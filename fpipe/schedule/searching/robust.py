@@ -142,7 +142,7 @@ def find_robust(
 def steadiest(
     ties: Sequence[Candidate], schedule_of: Callable[[Candidate], Schedule], jitter: Jitter
 ) -> Candidate:
-    """Of candidates with one makespan, the one with the least mean; the first where it takes long.
+    """The candidate with the least mean among those of one makespan; the first if it takes long.
 
     Args:
         ties: the candidates.

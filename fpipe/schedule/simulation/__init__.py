@@ -1,4 +1,4 @@
-"""What happens when the rows of a schedule run under a cost, also where times vary.
+"""The run of a schedule's rows under a cost, also where times vary.
 
 `fpipe.schedule.simulator` is the way in.
 """

@@ -224,7 +224,7 @@ def waits_of(
             else:
                 before, ahead = at, before
             first = graph.starts[rank]
-            # Of two that run together, each waits for the inputs of both.
+            # Where two run together, each waits for the inputs of both.
             needs = [(need, at) for need in graph.needs[first + at]]
             if partner != at:
                 needs += [(need, partner) for need in graph.needs[first + partner]]

@@ -80,7 +80,7 @@ def plain_trials(trials: int, seed: int) -> tuple[int, int]:
 
 
 class Draws:
-    """What jitter makes of each action in each trial, whatever the order of the actions."""
+    """The factors of each action in each trial, whatever the order of the actions."""
 
     def __init__(self, jitter: Jitter, trials: int, seed: int) -> None:
         self.jitter, self.trials, self.seed = jitter, trials, seed

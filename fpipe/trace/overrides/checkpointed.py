@@ -3,8 +3,8 @@
     checkpoint(block, x) ──► block(x), its nodes marked ──► the partition keeps none of them
 
 The function is called plainly, and what it does is marked: which values are kept is decided later,
-for the whole stage. What
-selective checkpointing saves (``create_selective_checkpoint_contexts``) is saved.
+for the whole stage. Values that selective checkpointing saves
+(``create_selective_checkpoint_contexts``) are saved.
 """
 
 from __future__ import annotations

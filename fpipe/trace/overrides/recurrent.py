@@ -23,7 +23,8 @@ aten = torch.ops.aten
 def _taken_apart(func: Callable[..., Any], op: torch._ops.OpOverload) -> Callable[..., Any]:
     """Recurrent layers in steps; those of packed sequences, whose weights come fourth, as they are.
 
-    What torch takes them apart to knows no dropout between the layers, so each is one by itself.
+    The operations that torch takes them apart to know no dropout between the layers, so each is one
+    by itself.
     """
 
     def steps(*args: Any) -> Any:
