@@ -30,11 +30,19 @@ def python_blocks(text: str) -> list[tuple[int, str]]:
         first = text.count("\n", 0, match.start(2)) + 1
         if language == "{code-cell} ipython3":  # of a tutorial, which Sphinx executes
             code = re.sub(r"^:.*$", "", match[2], flags=re.MULTILINE)
-            blocks.append((first, dedent(code)))
+            blocks.append((first, written(dedent(code))))
         elif language.lower().startswith("py") and language != "pycon":
             assert language == "python", f"line {first - 1}: write ```python, not ```{language}"
             blocks.append((first, dedent(match[2])))
     return blocks
+
+
+def written(code: str) -> str:
+    """A cell of a notebook without IPython; ``%%writefile NAME`` writes the cell to a file."""
+    magic, _, rest = code.partition("\n")
+    if not magic.startswith("%%writefile "):
+        return code
+    return f"__import__('pathlib').Path({magic.split()[1]!r}).write_text({rest!r}, 'utf-8')\n"
 
 
 def run_document(path: Path) -> dict[str, Any]:

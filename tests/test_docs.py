@@ -25,6 +25,15 @@ def test_python_blocks_finds_every_block() -> None:
     assert python_blocks("```{code-cell} ipython3\n:tags: [x]\na\n```\n") == [(2, "\na\n")]
 
 
+def test_a_cell_writes_the_file_that_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    [(first, code)] = python_blocks("```{code-cell} ipython3\n%%writefile a.py\nb = 'c'\n```\n")
+    exec(code, {})
+    assert first == 2 and Path("a.py").read_text("utf-8") == "b = 'c'\n"
+
+
 def test_python_blocks_refuses_a_block_that_would_be_skipped() -> None:
     with pytest.raises(AssertionError, match="line 1: write ```python, not ```py"):
         python_blocks("```py\na = 1\n```\n")
