@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fpipe import schedules
 from fpipe.errors import BatchError, FpipeError, PipelineError, ScheduleError, StageError
 from fpipe.live_line import progress
-from fpipe.program.recording import record
+from fpipe.program.step_timelines import record
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.bounds.makespan import lower_bound
 from fpipe.schedule.cost import Cost

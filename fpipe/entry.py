@@ -1,4 +1,4 @@
-"""`fpipe.pipeline`: what a user writes down, as a definition."""
+"""`fpipe.pipeline`: what a user writes down, as a definition, which checks the arguments."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.entry import pipeline
 from fpipe.errors import FpipeError, PipelineError
-from fpipe.inputs.batch import split
+from fpipe.inputs.split_batch import split
 from fpipe.live_line import advance, working
 from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of
 from fpipe.program.program import Compute, Free, Program, Send, WaitRecv
-from fpipe.program.recording import record
+from fpipe.program.step_timelines import record
 from fpipe.schedule import Action, Op
 from fpipe.schedule.arguments import plain_count
 from fpipe.schedule.cost import Cost

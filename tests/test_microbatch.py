@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import BatchError, pytree
-from fpipe.inputs.batch import merge, split
+from fpipe.inputs.split_batch import merge, split
 
 
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(0, 2))

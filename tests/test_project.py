@@ -24,8 +24,8 @@ from typing import Final
 import pytest
 
 import fpipe
-
-ROOT: Final = Path(__file__).parents[1]
+from tests import rooms
+from tests.rooms import MODULES, ROOT, room_of, within
 
 # What `import fpipe` promises. A name is added here in the commit that makes it public.
 PUBLIC_MODULES: Final = frozenset({"losses", "nn", "random", "reductions", "schedules"})
@@ -103,98 +103,7 @@ PUBLIC_PURE: Final = frozenset(
     }
 )
 
-# The eight layers of docs/architecture.md, each with its rooms in order, some of which stand beside
-# others: a module imports from its own rooms or from those above them.
-LAYERS: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
-    "foundations": (
-        (
-            "fpipe.dtensors",
-            "fpipe.errors",
-            "fpipe.live_line",
-            "fpipe.microbatches",
-            "fpipe.pytree",
-            "fpipe.torch_internals",
-            "fpipe.version",
-        ),
-    ),
-    "schedules": (
-        (
-            "fpipe.schedule.action",
-            "fpipe.schedule.arguments",
-            "fpipe.schedule.cost",
-            "fpipe.schedule.dependencies",
-            "fpipe.schedule.exchange",
-            "fpipe.schedule.grid",
-            "fpipe.schedule.picture",
-            "fpipe.schedule.placements",
-            "fpipe.schedule.scaled_costs",
-            "fpipe.schedule.schedule",
-            "fpipe.schedule.simulation",
-            "fpipe.schedule.stage_costs",
-            "fpipe.schedule.whole_stage",
-        ),
-        (
-            "fpipe.schedule.bounds",
-            "fpipe.schedule.families",
-            "fpipe.schedule.verifier",
-        ),
-        ("fpipe.schedule.simulator", "fpipe.schedule.timeline"),
-        ("fpipe.schedule.searching",),
-        ("fpipe.schedule",),
-        ("fpipe.schedules",),
-        ("fpipe.cli",),
-    ),
-    "inputs": (
-        ("fpipe.inputs.host_memory", "fpipe.nn", "fpipe.random"),
-        ("fpipe.inputs",),
-        ("fpipe.checkpoint",),
-    ),
-    "stages": (
-        ("fpipe.trace.overrides.standin",),
-        ("fpipe.checks",),
-        ("fpipe.graph",),
-        ("fpipe.pieces", "fpipe.trace.overrides"),
-        ("fpipe.spec",),
-        ("fpipe.trace",),
-        ("fpipe.divide",),
-    ),
-    "programs": (
-        ("fpipe.plan.codes", "fpipe.plan.stage_compiler"),
-        ("fpipe.program",),
-        ("fpipe.transport",),
-        ("fpipe.plan",),
-    ),
-    "calls": (
-        ("fpipe.execute", "fpipe.losses", "fpipe.reductions"),
-        ("fpipe.functional",),
-        ("fpipe.autograd",),
-        ("fpipe.engine",),
-    ),
-    "pipelines": (
-        ("fpipe.entry", "fpipe.parameters", "fpipe.pipelines"),
-        ("fpipe.profiling",),
-        ("fpipe.modules",),
-    ),
-    "users": (
-        ("fpipe.transforms",),
-        ("fpipe.training",),
-        ("fpipe",),
-    ),
-}
-ROOMS: Final = tuple(rooms for layer in LAYERS.values() for rooms in layer)
 NEVER_TORCH: Final = ("fpipe.errors", "fpipe.schedule", "fpipe.schedules", "fpipe.cli")
-
-
-def module_files() -> dict[str, Path]:
-    """Every module of the package, by its dotted name."""
-    names = {}
-    for path in sorted((ROOT / "fpipe").rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return names
-
-
-MODULES: Final = module_files()
 
 
 def imports_of(name: str) -> frozenset[str]:
@@ -213,30 +122,6 @@ def imports_of(name: str) -> frozenset[str]:
 
 
 GRAPH: Final = {name: imports_of(name) for name in MODULES}
-
-
-def within(name: str, packages: tuple[str, ...]) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for package in packages)
-
-
-def room_of(name: str) -> int:
-    if name in ("fpipe", "fpipe.__main__"):
-        return len(ROOMS) - 1
-    for number, packages in enumerate(ROOMS[:-1]):
-        if within(name, packages):
-            return number
-    raise AssertionError(f"{name} stands in no room: give it one in LAYERS and architecture.md")
-
-
-# Rooms of which architecture.md says what they hold without naming it: it shows in the folder.
-WHOLE_ROOMS: Final = (
-    "fpipe.checkpoint",
-    "fpipe.cli",
-    "fpipe.schedule.exchange",
-    "fpipe.schedule.families",
-    "fpipe.schedule.picture",
-    "fpipe.schedule.searching",
-)
 
 
 def run_python(code: str) -> None:
@@ -263,25 +148,9 @@ def test_module_imports_only_from_rooms_above_it(name: str) -> None:
         assert room_of(imported) <= room_of(name), f"{name} must not import {imported}"
 
 
-def test_architecture_names_every_module() -> None:
-    page = (ROOT / "docs/architecture.md").read_text()
-    rooms = page[page.index("## Rooms") : page.index("### How long imports")]
-    named = re.findall(r"[a-z_]+[*]?", rooms)
-    families = tuple(word[:-1] for word in named if word.endswith("*"))
-    unnamed = [
-        name
-        for name in MODULES
-        if (own := name.rpartition(".")[2]) not in named
-        and not own.startswith(families)
-        and own != "__main__"
-        and not within(name, WHOLE_ROOMS)
-    ]
-    assert not unnamed
-    # A name stands on the left of what it does.
-    left = [line[4:34] for line in rooms.splitlines() if line.startswith("    ")]
-    basenames = {part for name in MODULES for part in name.split(".")}
-    gone = {word for text in left for word in re.findall(r"[a-z_]+", text)} - basenames
-    assert not gone
+def test_architecture_lists_every_module_as_its_docstring_says() -> None:
+    page = rooms.PAGE.read_text("utf-8")
+    assert rooms.page_with(rooms.listed()) == page, "run python -m tests.rooms --write"
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if within(name, NEVER_TORCH)])

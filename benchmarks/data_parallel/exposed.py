@@ -21,7 +21,7 @@ from benchmarks.contest import CPU
 from benchmarks.efficiency.run import make_problem
 from benchmarks.harness import Cell, Report, add_arguments, command, machine, publish
 from benchmarks.ranks import interleave_ranks, on_ranks
-from fpipe.program import under_way
+from fpipe.program import async_collectives
 
 RANKS: Final = 2
 POLICIES: Final[tuple[tuple[Any, Any], ...]] = (("step", "step"), (2, "step"), ("step", 4))
@@ -37,7 +37,7 @@ COLUMNS: Final = (
 )
 
 
-class Delayed(under_way.UnderWay):
+class Delayed(async_collectives.UnderWay):
     """A collective that takes `seconds` longer, behind the one before it.
 
     Nothing waits where it begins, only where its result is waited for.
@@ -67,7 +67,7 @@ def simulated(schedule: fpipe.Schedule, nap: float, delay: float) -> float:
 def measure(rank: int, stages: list[int], nap: float, delay: float, rounds: int) -> list[Any]:
     """Rows of the table."""
     mesh = init_device_mesh("cpu", (2, RANKS), mesh_dim_names=("dp", "pp"))
-    under_way.UnderWay = Delayed  # type: ignore[misc, assignment]
+    async_collectives.UnderWay = Delayed  # type: ignore[misc, assignment]
     table: list[list[Cell]] = []
     for count in stages:
         for gather, reduce in POLICIES:

@@ -1,1 +1,1 @@
-"""Read checkpoints: each process reads the tensors that it holds."""
+"""Checkpoints: each process reads and writes the tensors that it holds."""

@@ -43,14 +43,14 @@ from fpipe.execute.offer import (
 )
 from fpipe.execute.requests import Reader, Request
 from fpipe.execute.sample import Sample, numbers, same_numbers, sample, trace_of
-from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.keys import Words, as_number
 from fpipe.inputs.params import Parameters
 from fpipe.inputs.signature import Goal, Signature, TreeShape, batch_shapes
+from fpipe.inputs.split_batch import SplitBatch
 from fpipe.plan.plan import Latest, Plan
 from fpipe.plan.planner import Planner
 from fpipe.program.program import Program, describe
-from fpipe.program.recording import ACTIVE
+from fpipe.program.step_timelines import ACTIVE
 from fpipe.schedule import Schedule
 from fpipe.spec.data import Data
 

@@ -30,14 +30,14 @@ from fpipe.execute.meshes import Rows, agree_on_states
 from fpipe.execute.run_result import LossSum, RunResult, loss_sum
 from fpipe.execute.watch import Watch
 from fpipe.inputs.ambient import without_autocast
-from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.host_memory import CPU
 from fpipe.inputs.params import Parameters
+from fpipe.inputs.split_batch import SplitBatch
 from fpipe.plan.plan import Plan
 from fpipe.program.instrument import observed
 from fpipe.program.interpreter import ConnectionLost, Interrupted, Run, load
 from fpipe.program.program import Compute, Free, Program, Recv, Send, WaitRecv, WaitSend
-from fpipe.program.recording import ACTIVE, Clock, Marks, aligned, timeline_of
+from fpipe.program.step_timelines import ACTIVE, Clock, Marks, aligned, timeline_of
 from fpipe.spec.definition import Definition
 from fpipe.transport.group import GroupTransport
 

@@ -17,10 +17,10 @@ from fpipe.errors import BatchError
 from fpipe.execute.header import Addend, Marked
 from fpipe.execute.run_result import RunResult
 from fpipe.inputs.ambient import refuse_modes
-from fpipe.inputs.batch import SplitBatch, split
 from fpipe.inputs.keys import Words, read_key
 from fpipe.inputs.params import Parameters, Updating, keep
 from fpipe.inputs.signature import Goal
+from fpipe.inputs.split_batch import SplitBatch, split
 from fpipe.plan.planner import Planner
 from fpipe.program.program import Program
 from fpipe.random.key_tensors import check_key, is_key

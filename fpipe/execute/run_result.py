@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from fpipe import dtensors, pytree
-from fpipe.inputs.batch import merge
 from fpipe.inputs.params import Moved, Parameters
 from fpipe.inputs.signature import is_differentiable, memory_of
+from fpipe.inputs.split_batch import merge
 from fpipe.plan.plan import Plan
 from fpipe.program.interpreter import Run
 from fpipe.spec.convention import PLAIN

@@ -1,4 +1,4 @@
-"""Whether all ranks were given the same, told by some of its numbers.
+"""Check that all ranks were given the same data, by some of its numbers.
 
 The rank that reads the inputs is seldom that which reads the labels. Where processes shuffle with
 seeds of their own, labels are those of other inputs, and nothing but the loss would ever show it.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.inputs.batch import SplitBatch
+from fpipe.inputs.split_batch import SplitBatch
 
 Sample = dict[str, tuple[float, ...]]
 """Some numbers of each leaf, by its path; none of one without data."""

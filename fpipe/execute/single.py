@@ -18,7 +18,6 @@ from fpipe.execute.header import Addend, Marked
 from fpipe.execute.requests import Gather, Reader, Request
 from fpipe.execute.run_result import RunResult, loss_sum
 from fpipe.inputs.ambient import ambient, current, without_autocast
-from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.params import Parameters
 from fpipe.inputs.signature import (
     Goal,
@@ -28,12 +27,13 @@ from fpipe.inputs.signature import (
     refuse_elsewhere,
     with_data,
 )
+from fpipe.inputs.split_batch import SplitBatch
 from fpipe.plan.plan import Plan
 from fpipe.plan.planner import Planner
 from fpipe.program.instrument import observed
 from fpipe.program.interpreter import Copies, Run, load
 from fpipe.program.program import Message, Program
-from fpipe.program.recording import ACTIVE, Marks, timeline_of
+from fpipe.program.step_timelines import ACTIVE, Marks, timeline_of
 from fpipe.spec.definition import Definition
 
 log = logging.getLogger("fpipe")

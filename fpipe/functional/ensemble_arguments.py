@@ -19,7 +19,7 @@ from fpipe import pytree
 from fpipe.errors import BatchError
 from fpipe.functional.batching import vmap_pytrees
 from fpipe.functional.stagewise import Parts
-from fpipe.inputs.batch import Beneath
+from fpipe.inputs.split_batch import Beneath
 from fpipe.spec.convention import PLAIN, STATE, Convention, Dual, spared
 
 HINT = "torch.stack makes one of the members' values"

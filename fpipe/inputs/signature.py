@@ -19,7 +19,7 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.errors import BatchError
 from fpipe.inputs.ambient import Ambient
-from fpipe.inputs.batch import SplitBatch
+from fpipe.inputs.split_batch import SplitBatch
 
 log = logging.getLogger("fpipe")
 

@@ -15,8 +15,8 @@ from fpipe import pytree, random
 from fpipe.engine import Engine
 from fpipe.errors import PipelineError, StageError, check_flags, error_text
 from fpipe.execute.requests import Gather
-from fpipe.inputs.batch import split
 from fpipe.inputs.signature import batch_shapes
+from fpipe.inputs.split_batch import split
 from fpipe.modules.division import divide
 from fpipe.modules.module_loss import Loss, ModuleLoss, definition_of, held_by, with_cuts
 from fpipe.modules.module_parts import Part, parts_of

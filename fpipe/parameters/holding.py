@@ -24,7 +24,7 @@ from fpipe.inputs.host_memory import CPU, Keep, MappedFolder
 from fpipe.inputs.params import check_parts
 from fpipe.inputs.signature import in_words
 from fpipe.live_line import working
-from fpipe.program.replicas import buckets
+from fpipe.program.replica_layout import buckets
 from fpipe.random.key_tensors import check_key
 from fpipe.spec.definition import Definition
 from fpipe.spec.placing import device_of

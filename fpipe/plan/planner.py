@@ -37,7 +37,7 @@ from fpipe.plan.replicated import gathered, replicas_of
 from fpipe.plan.stage_compiler import CompiledStages, StageCompiler
 from fpipe.program.offloading import Offloading
 from fpipe.program.program import Program
-from fpipe.program.replicas import Replicas
+from fpipe.program.replica_layout import Replicas
 from fpipe.program.values import Codes
 from fpipe.schedule import Op, Schedule
 from fpipe.schedule.families.evaluation import forwards_of

@@ -11,7 +11,7 @@ from fpipe import pytree
 from fpipe.dtensors import Placed, placements_of, without_dims
 from fpipe.errors import BatchError
 from fpipe.inputs.signature import LeafShape, Signature, TreeShape
-from fpipe.program.replicas import Division, Replicas
+from fpipe.program.replica_layout import Division, Replicas
 from fpipe.spec.data import Data
 
 

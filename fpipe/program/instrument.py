@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fpipe.pieces.boxed import Boxed
-from fpipe.program.collectives import UnderWay, begins, waits
 from fpipe.program.program import Compute, Program
+from fpipe.program.replica_collectives import UnderWay, begins, waits
 from fpipe.schedule import Action, Op
 from fpipe.schedule.action import SHARDING_OPS
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import PipelineError, error_text
-from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.keys import Words, keys_of
 from fpipe.inputs.params import Parameters
 from fpipe.inputs.signature import device_of_keys, is_dense
+from fpipe.inputs.split_batch import SplitBatch
 from fpipe.program.program import Compute, Free, Message, Program, Recv, Send, WaitRecv
 
 

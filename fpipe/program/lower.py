@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from fpipe.inputs.signature import UPDATING, Goal
-from fpipe.program.communication import DIRECT, Step, Windows, plan_mail, weave
+from fpipe.program.communication_plan import DIRECT, Step, Windows, plan_mail, weave
 from fpipe.program.offloading import Offloading, with_copies
 from fpipe.program.program import (
     Bindings,
@@ -29,7 +29,7 @@ from fpipe.program.program import (
     WaitRecv,
     WaitSend,
 )
-from fpipe.program.replicas import Replicas
+from fpipe.program.replica_layout import Replicas
 from fpipe.program.tasks import Tasks, parameters_read, tasks_of
 from fpipe.program.tied import tie
 from fpipe.program.updating import Updates, with_updates

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from fpipe.errors import ScheduleError
 from fpipe.inputs.signature import Goal
-from fpipe.program.communication import Windows
+from fpipe.program.communication_plan import Windows
 from fpipe.program.lower import lower
 from fpipe.program.offloading import Offloading
 from fpipe.program.program import (
@@ -26,7 +26,7 @@ from fpipe.program.program import (
     WaitSend,
     memory_curve,
 )
-from fpipe.program.replicas import Replicas
+from fpipe.program.replica_layout import Replicas
 from fpipe.program.values import Codes
 from fpipe.schedule import Schedule
 from fpipe.spec.objective import SUM, Sink

@@ -11,8 +11,8 @@ from fpipe.graph.joint import BatchLeaf, Param, Source
 from fpipe.inputs.signature import Spec
 from fpipe.pieces.piece import PREPARE
 from fpipe.plan.codes import StageCode
-from fpipe.program.collectives import Reductions, Row, with_gathers
-from fpipe.program.replicas import Replicas
+from fpipe.program.replica_collectives import Reductions, Row, with_gathers
+from fpipe.program.replica_layout import Replicas
 from fpipe.program.values import (
     Codes,
     Computed,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fpipe.graph.joint import Param, Sum
 from fpipe.inputs.signature import Spec
-from fpipe.program.replicas import Replicas
+from fpipe.program.replica_layout import Replicas
 from fpipe.program.tasks import Tasks
 from fpipe.program.values import Codes, Computed, SumValue, Task, Value, adding
 from fpipe.schedule import Schedule

@@ -316,7 +316,7 @@ class Schedule:
             >>> fpipe.schedules.zbv(ranks=2, microbatches=4).to_svg().startswith("<svg")
             True
         """
-        from fpipe.schedule.picture.chart import unit_chart
+        from fpipe.schedule.picture.chart_data import unit_chart
         from fpipe.schedule.picture.svg import svg
 
         return save(path, svg([unit_chart(self, self.name)], width=width))
@@ -326,7 +326,7 @@ class Schedule:
 
         Times, arguments, result and errors are those of `to_svg`.
         """
-        from fpipe.schedule.picture.chart import unit_chart
+        from fpipe.schedule.picture.chart_data import unit_chart
         from fpipe.schedule.picture.page import page
 
         return save(path, page([unit_chart(self, self.name)]))
@@ -336,7 +336,7 @@ class Schedule:
 
         Times, arguments, result and errors are those of `to_svg`.
         """
-        from fpipe.schedule.picture.chart import unit_chart
+        from fpipe.schedule.picture.chart_data import unit_chart
         from fpipe.schedule.picture.trace import trace
 
         return save(path, trace(unit_chart(self, self.name)))
@@ -347,7 +347,7 @@ class Schedule:
 
     def _repr_html_(self) -> str:
         """The picture in a notebook, as wide as the page at most, however long the schedule."""
-        from fpipe.schedule.picture.chart import unit_chart
+        from fpipe.schedule.picture.chart_data import unit_chart
         from fpipe.schedule.picture.page import figure
 
         return figure([unit_chart(self, self.name, waits=False)])

@@ -31,7 +31,7 @@ from fpipe.schedule.stage_costs import StageCosts
 from fpipe.schedule.verifier import check_schedule
 
 if TYPE_CHECKING:
-    from fpipe.schedule.picture.chart import Chart
+    from fpipe.schedule.picture.chart_data import Chart
 
 
 _HALVES: Final = {Op.B: 2, Op.I: 1, Op.W: 1}
@@ -352,7 +352,7 @@ class Timeline:
 
     def _chart(self, unit: str | None, *, waits: bool = True) -> Chart:
         """The chart of the pictures; much faster without waits and messages."""
-        from fpipe.schedule.picture.chart import draw_up
+        from fpipe.schedule.picture.chart_data import draw_up
 
         name, placement = self.schedule.name, self.schedule.placement
         note = "recorded" if self.cost is None else ""

@@ -1,1 +1,1 @@
-"""The user's declarations of stages, of parameters and of the results of a loss."""
+"""The choices of a user: stages, parameters, the results of a loss, ranks, policies."""

@@ -1,1 +1,1 @@
-"""Values move between ranks: in one process, over a process group, to and from devices."""
+"""Values move between the ranks of a process group, to and from devices."""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import fpipe
 from benchmarks.tensor_parallel import model as gpt
 from fpipe import Schedule, dtensors, pytree
-from fpipe.program import under_way
+from fpipe.program import async_collectives
 from tests.distributed import tensor_parallel
 from tests.distributed.crew import Outcome, attempt, mesh_of
 from tests.distributed.traps import Trap
@@ -335,7 +335,7 @@ def profiled(group: Any) -> tuple[fpipe.Cost, fpipe.Cost, list[str]]:
     )
 
 
-class Unseen(under_way.UnderWay):
+class Unseen(async_collectives.UnderWay):
     """Collectives that hold nothing of their own, as those of other backends than gloo.
 
     It fills one more tensor, and its thread lets go of the others a moment after the end.
@@ -370,7 +370,7 @@ def memory(group: Any, gather: Any, reduce: Any, width: int) -> tuple[int, int]:
     pipe.step(params, batch)
     program = pipe.programs(params, batch)[pipe.rank or 0]
     held = [*pytree.flatten(params)[0], *batch.values()]
-    with patch("fpipe.program.under_way.UnderWay", Unseen), Meter(held) as meter:
+    with patch("fpipe.program.async_collectives.UnderWay", Unseen), Meter(held) as meter:
         result = pipe.step(params, batch)
     del result
     return program.peak_bytes, meter.peak

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fpipe
 from fpipe import pytree, schedules
-from fpipe.program.collectives import collectives_of
+from fpipe.program.replica_collectives import collectives_of
 from tests.distributed.actors import Group
 from tests.distributed.crew import Crew, mesh_of, values
 from tests.models import assert_same

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import reductions, schedules
-from fpipe.program.under_way import ReductionUnderWay
+from fpipe.program.async_collectives import ReductionUnderWay
 from tests.distributed import replicas
 from tests.distributed.actors import Group
 from tests.distributed.crew import Crew, mesh_of, values

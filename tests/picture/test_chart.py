@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import Action, Cost, Schedule, ScheduleError, Timeline, schedules, simulate
-from fpipe.schedule.picture.chart import Chart, draw_up, unit_chart
+from fpipe.schedule.picture.chart_data import Chart, draw_up, unit_chart
 from fpipe.schedule.picture.strip import strip
 from tests.laboratory.random_schedules import schedules as random_schedules
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from fpipe import Schedule
-from fpipe.inputs.batch import SplitBatch, split
 from fpipe.inputs.params import Parameters
 from fpipe.inputs.signature import TreeShape
+from fpipe.inputs.split_batch import SplitBatch, split
 from fpipe.pieces.boxed import Boxed
 from fpipe.pieces.compiler import Compiler
 from fpipe.pieces.partition import Policy, save_all
 from fpipe.plan.codes import StageCode, codes_of_stages, live_leaves
-from fpipe.program.communication import DIRECT, Windows
+from fpipe.program.communication_plan import DIRECT, Windows
 from fpipe.program.interpreter import Run
 from fpipe.program.lower import lower
 from fpipe.program.program import Compute, Message, Program

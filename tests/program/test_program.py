@@ -19,7 +19,7 @@ from fpipe import Schedule, schedules
 from fpipe.pieces.boxed import Boxed
 from fpipe.pieces.partition import Policy, save_all, save_nothing
 from fpipe.program import order
-from fpipe.program.communication import BEFORE_BURSTS, BURST, DIRECT, Windows
+from fpipe.program.communication_plan import BEFORE_BURSTS, BURST, DIRECT, Windows
 from fpipe.program.interpreter import Run
 from fpipe.program.program import (
     Compute,

@@ -9,7 +9,7 @@ import pytest
 
 from fpipe import Action, Schedule, Timeline
 from fpipe.profiling import hops
-from fpipe.program.recording import Clock, aligned, record, timeline_of
+from fpipe.program.step_timelines import Clock, aligned, record, timeline_of
 
 SPLIT = "0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1F1 1I0 1W0 1I1 1W1"
 LINEAR_START: Sequence[Mapping[str, tuple[float, float]]] = (

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from fpipe.schedule.action import Op
 from fpipe.schedule.picture.captions import short
-from fpipe.schedule.picture.chart import Chart
+from fpipe.schedule.picture.chart_data import Chart
 
 COLOURS: Final[Mapping[Op, str]] = MappingProxyType(
     {Op.F: "#56b4e9", Op.B: "#d55e00", Op.I: "#f0e442", Op.W: "#009e73"}

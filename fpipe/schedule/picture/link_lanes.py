@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Final
 
-from fpipe.schedule.picture.chart import Chart
+from fpipe.schedule.picture.chart_data import Chart
 from fpipe.schedule.picture.coordinates import Scale, px
 from fpipe.schedule.picture.legend import ink, shade
 

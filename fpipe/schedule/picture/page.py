@@ -16,7 +16,7 @@ from zlib import crc32
 
 from fpipe.schedule.action import Op
 from fpipe.schedule.picture.captions import marked_up, readable_unit
-from fpipe.schedule.picture.chart import Chart, facts, idle, stage_names
+from fpipe.schedule.picture.chart_data import Chart, facts, idle, stage_names
 from fpipe.schedule.picture.coordinates import LEFT, RIGHT
 from fpipe.schedule.picture.legend import MEANING, entries, ink, shade
 from fpipe.schedule.picture.svg import natural_width, svg

@@ -9,7 +9,7 @@ from fpipe.errors import ScheduleError
 from fpipe.schedule.action import COMPUTE_OPS
 from fpipe.schedule.arguments import plain_integer
 from fpipe.schedule.picture.captions import readable_unit, short, ticks
-from fpipe.schedule.picture.chart import Box, Chart, fillings
+from fpipe.schedule.picture.chart_data import Box, Chart, fillings
 
 NARROWEST: Final = 50
 WIDEST: Final = 1_000_000
@@ -31,7 +31,7 @@ def strip(chart: Chart, *, width: int = 80) -> str:
 
     Example:
         >>> from fpipe.schedule.families.single_stage import one_f_one_b
-        >>> from fpipe.schedule.picture.chart import unit_chart
+        >>> from fpipe.schedule.picture.chart_data import unit_chart
         >>> print(strip(unit_chart(one_f_one_b(ranks=2, microbatches=3), "1f1b"), width=60))
         time    0            5            10
         rank 0  FFFFF.....BBBBBBFFBBBBB...BBBBB  idle 25.0 %  peak 2

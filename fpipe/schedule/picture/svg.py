@@ -1,4 +1,4 @@
-"""A chart as SVG: a lane per rank, its memory beneath it, a legend above and the time below.
+"""A chart as SVG: a lane per rank with its bubbles, its memory beneath, a legend above, the time.
 
 A long one may be broken into bands of equal time, below each other.
 """
@@ -16,7 +16,7 @@ from unicodedata import east_asian_width
 from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import plain_number
 from fpipe.schedule.picture.captions import marked_up, readable_unit, short, ticks
-from fpipe.schedule.picture.chart import (
+from fpipe.schedule.picture.chart_data import (
     BETWEEN,
     Box,
     Chart,

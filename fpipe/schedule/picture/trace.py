@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from fpipe.schedule.picture.chart import Chart
+from fpipe.schedule.picture.chart_data import Chart
 from fpipe.schedule.picture.legend import MEANING
 
 _MICROSECONDS: Final[Mapping[str, float]] = MappingProxyType(

@@ -1,4 +1,6 @@
-"""Communication: which values travel between ranks, and when each rank posts, sends and waits.
+"""The plan of communication: which values travel between ranks, when each rank sends and waits.
+
+It decides when the memory of what was sent may be freed (`Windows`).
 
 tasks of all ranks ──► mail: the messages of every channel, in order
 tasks of a rank, mail ──► steps: instructions whose values have no slots yet

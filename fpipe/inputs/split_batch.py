@@ -1,4 +1,4 @@
-"""Split a batch pytree into microbatches, and merge the outputs of microbatches again."""
+"""Split a batch pytree into microbatches, evenly or not, and merge their outputs again."""
 
 from __future__ import annotations
 

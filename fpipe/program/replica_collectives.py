@@ -21,9 +21,7 @@ from torch import Tensor
 
 from fpipe.inputs.signature import Spec
 from fpipe.pieces.boxed import Boxed
-from fpipe.program.program import Compute, Program
-from fpipe.program.replicas import Replicas, buckets
-from fpipe.program.under_way import (
+from fpipe.program.async_collectives import (
     ReductionUnderWay,
     UnderWay,
     all_gather,
@@ -31,6 +29,8 @@ from fpipe.program.under_way import (
     reduce_by,
     reduce_scatter,
 )
+from fpipe.program.program import Compute, Program
+from fpipe.program.replica_layout import Replicas, buckets
 from fpipe.program.values import Computed, ParamValue, SumValue, Task, Value
 from fpipe.schedule import Action, Op
 from fpipe.spec.data import Group

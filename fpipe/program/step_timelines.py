@@ -21,7 +21,7 @@ from fpipe.schedule.timeline import Timeline
 Marks = dict[Action, tuple[float, float]]
 """Start and end of actions, in seconds of the host's monotonic clock."""
 
-ACTIVE: ContextVar[record | None] = ContextVar("fpipe.program.recording", default=None)
+ACTIVE: ContextVar[record | None] = ContextVar("fpipe.program.step_timelines", default=None)
 """The recording of the current thread or task, if there is one."""
 
 

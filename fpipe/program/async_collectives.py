@@ -1,4 +1,4 @@
-"""Collectives of torch, and reductions of users, that have begun: they are waited for later."""
+"""Asynchronous collectives of torch and reductions of users: begun now, waited for later."""
 
 from __future__ import annotations
 
