@@ -101,11 +101,11 @@ class Line:
             self._thread = Thread(target=self._tick, name="fpipe live line", daemon=True)
             self._thread.start()
 
-    def advance(self, work: Work, part: str) -> None:
+    def advance(self, work: Work, part: str, parts: int) -> None:
         with self._lock:
-            work.done += 1
+            work.done += parts
             work.part = part
-            if work.done == 2:
+            if parts and work.done == 2:
                 work.warm = _now()
             self.draw()
 
@@ -214,12 +214,17 @@ def working(
         line.end()
 
 
-def advance(part: str = "") -> None:
-    """Say that the next part of the work begins; nothing where no work is under way."""
+def advance(part: str = "", parts: int = 1) -> None:
+    """Say that the next part of the work begins; nothing where no work is under way.
+
+    Args:
+        part: its name.
+        parts: how many begin: none if this is the rest of one that has begun before.
+    """
     work = _CURRENT.get()
     if work is None:
         return
-    work.line.advance(work, part)
+    work.line.advance(work, part, parts)
 
 
 def _is_first() -> bool:

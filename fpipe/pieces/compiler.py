@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from itertools import chain
 from typing import Final
@@ -22,6 +23,7 @@ from fpipe.pieces.boxed import Boxed, in_sequence
 from fpipe.pieces.inductor import module_of
 from fpipe.pieces.piece import Piece
 from fpipe.pieces.regions import divide, names_of
+from fpipe.pieces.side_by_side import Waits, collected
 
 log = logging.getLogger("fpipe")
 
@@ -60,6 +62,7 @@ class Compiler:
             self._of_modules = maker_of(compile)
         self._divide = cache(divide) if divides else None
         self._artefacts: dict[Hashable, Boxed] = {}
+        self._together: list[tuple[str, Waits]] | None = None
 
     def crossing(self, piece: Piece) -> frozenset[str]:
         """The values of a piece that one of its regions writes for another to read."""
@@ -95,7 +98,9 @@ class Compiler:
             advance(label)
             examples = list(map(value_of, piece.graph.find_nodes(op="placeholder")))
             log.info("%s %s", "compiling" if self.fuses else "making", label)
-            try:
+            waits: Waits = []
+            together = self.fuses and self._together is not None
+            with _told(label), collected(waits) if together else nullcontext():
                 # Some kernels lay their result out otherwise than the abstract ones with which the
                 # graph was traced, and so do some operations as a compiler writes them by means of
                 # others: a view of it would fail where a reshape copies.
@@ -106,12 +111,8 @@ class Compiler:
                         if self._of_modules is None
                         else self._of_modules(module_of(piece.graph), examples)
                     )
-            except Exception as error:
-                says = error_text(error)
-                way = "compile=False runs it uncompiled"
-                if any(words in says for words in _CUT_SHORT):
-                    way = "a compilation that was interrupted has left that file: delete it"
-                raise StageError(f"{label} cannot be compiled: {says} ({way})") from error
+            if waits and self._together is not None:
+                self._together.append((label, waits))
             if not callable(call):
                 raise StageError(
                     f"compile={self._name} made {call!r:.60} of {label}: it must return a boxed "
@@ -119,6 +120,34 @@ class Compiler:
                 )
             self._artefacts[key] = call
         return self._artefacts[key]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Within it graphs are compiled side by side; what is made can be called afterwards.
+
+        Raises:
+            StageError: one cannot be compiled. Nothing is kept that was made within.
+        """
+        before = set(self._artefacts)
+        waiting = self._together = []
+        try:
+            yield
+            self._together = None
+            while waiting:
+                label, waits = waiting.pop(0)
+                advance(label, parts=0)
+                with _told(label):
+                    for wait in waits:
+                        wait()
+        except BaseException as error:
+            self._together = None
+            for key in self._artefacts.keys() - before:
+                del self._artefacts[key]
+            for _, waits in waiting if isinstance(error, Exception) else ():
+                for wait in waits:
+                    with suppress(Exception):
+                        wait()
+            raise
 
     def _in_regions(self, piece: Piece, regions: Sequence[Piece], label: str) -> Boxed:
         if len(regions) == 1:
@@ -135,6 +164,19 @@ class Compiler:
             ]
             self._artefacts[key] = in_sequence(calls, *names_of(piece))
         return self._artefacts[key]
+
+
+@contextmanager
+def _told(label: str) -> Iterator[None]:
+    """Says of what a compiler raises which piece cannot be compiled."""
+    try:
+        yield
+    except Exception as error:
+        says = error_text(error)
+        way = "compile=False runs it uncompiled"
+        if any(words in says for words in _CUT_SHORT):
+            way = "a compilation that was interrupted has left that file: delete it"
+        raise StageError(f"{label} cannot be compiled: {says} ({way})") from error
 
 
 def _uncompiled(graph: fx.Graph) -> Boxed:

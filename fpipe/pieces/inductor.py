@@ -7,18 +7,20 @@ microseconds a call.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fpipe.graph.nodes import Layout, lay_out, layouts_of, unlike
+from fpipe.graph.nodes import Layout, lay_out, layouts_of, places_of, unlike
 from fpipe.graph.rewrites import copy_of, with_uniform_draws
-from fpipe.pieces import inductor_lowerings
+from fpipe.pieces import inductor_lowerings, kernel_cache
 from fpipe.pieces.boxed import Boxed, relaid
 from fpipe.pieces.onednn_products import blas_is_slow, with_onednn
+from fpipe.pieces.side_by_side import deferred
 from fpipe.pieces.wgrad_sums import choose_measured, with_wgrad_kernel
 from fpipe.torch_internals import make_shape_env
 
@@ -44,75 +46,96 @@ def by_inductor(
 
     Outputs lie as they did in the trace, for which the pieces that read it are compiled.
     """
-    layouts = layouts_of(module.graph)
-    if takes_kernel:
-        module = module_of(with_wgrad_kernel(module.graph, choose_measured, OPTIONS | patches))
-    call, others = _by_inductor(module, examples, patches, layouts)
-    if others:
-        laid = copy_of(module.graph)
-        lay_out(laid, {n: wanted for n in others if (wanted := layouts[n]) is not None})
-        call, others = _by_inductor(module_of(laid), examples, patches, layouts)
-        assert not others, f"outputs {others} lie otherwise than in the trace"
-    return call
-
-
-def _by_inductor(
-    module: fx.GraphModule,
-    examples: list[Tensor],
-    patches: dict[str, Any],
-    layouts: Sequence[Layout | None],
-) -> tuple[Boxed, list[int]]:
-    """The callable that Inductor makes of a graph; or the outputs that would not lie as they
-    should.
-
-    It writes some operations by means of others that lay out their results otherwise.
-    """
-    from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-    inductor_lowerings.register()
-    captured: list[Any] = []
-    others: list[int] = []
-    misplaced: list[int] = []
-    if not patches.get("fallback_random", inductor_config.fallback_random):
-        module = module_of(with_uniform_draws(module.graph))
-    # Where Inductor tunes products it must see them.
-    tuning = ("max_autotune", "max_autotune_gemm")
-    tunes = any(patches.get(name, getattr(inductor_config, name)) for name in tuning)
-    if blas_is_slow() and not tunes:
-        module = module_of(with_onednn(module.graph))
-
-    def capture(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        laid = layouts_of(graph.graph)
-        if len(laid) == len(layouts):
-            others.extend(unlike(layouts, laid))
-        if others:
-            return _nothing
-        artefact = compile_fx_inner(graph, inputs, **options)
-        if len(laid) == len(layouts):
-            misplaced.extend(unlike(layouts, _laid_by(artefact, laid)))
-        inner = [n for n in graph.graph.nodes if n.op == "placeholder"]
-        captured.append((artefact, len(inner), len(laid)))
-        return artefact
 
     # Code for a number of threads is kept under it, by every version of torch.
     processor: dict[str, Any] = {"cpp.threads": torch.get_num_threads()}
     if inductor_config.cpp.vec_isa_ok is None and _has_wide_vectors():
         processor["cpp.vec_isa_ok"] = True
-    # The other cache, of autograd's, would bring back the wrappers and pass over `capture`.
-    with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
-        wrapped: Any = compile_fx(
-            module,
-            _kept(examples),
-            inner_compile=capture,
-            config_patches=OPTIONS | processor | patches,
-        )
-    if len(captured) == 1 and captured[0][1:] == (len(examples), len(layouts)):
-        artefact = captured[0][0]
+    with inductor_config.patch(OPTIONS | processor | patches), _deferred(module.graph):
+        layouts = layouts_of(module.graph)
+        if takes_kernel:
+            module = module_of(with_wgrad_kernel(module.graph, choose_measured, OPTIONS | patches))
+        key = kernel_cache.key_of(module.graph)
+        if key is not None and (call := kernel_cache.load(key)) is not None:
+            return call
+        compiled = _by_inductor(module, examples, layouts)
+        if compiled.others:
+            laid = copy_of(module.graph)
+            wanted = {n: layout for n in compiled.others if (layout := layouts[n]) is not None}
+            lay_out(laid, wanted)
+            compiled = _by_inductor(module_of(laid), examples, layouts)
+            others = compiled.others
+            assert not others, f"outputs {others} lie otherwise than in the trace"
+        if key is not None and compiled.artefact is not None:
+            kernel_cache.keep(key, compiled.artefact)
+        return compiled.call
+
+
+def _deferred(graph: fx.Graph) -> AbstractContextManager[None]:
+    """Lets the loops of a graph be waited for later, where nothing calls or keeps them before."""
+    on_cpu = all(place == torch.device("cpu") for place in places_of(graph))
+    return deferred() if on_cpu and not _tunes() else nullcontext()
+
+
+def _tunes() -> bool:
+    """Whether Inductor measures which kernels are the best."""
+    from torch._inductor import config as inductor_config
+
+    return bool(inductor_config.max_autotune or inductor_config.max_autotune_gemm)
+
+
+class _Compiled(NamedTuple):
+    """The callable that Inductor makes of a graph.
+
+    Attributes:
+        call: the boxed callable.
+        others: the outputs that would not lie as they should, for which it is not compiled.
+        artefact: Inductor's, if it is all that is called.
+    """
+
+    call: Boxed
+    others: list[int]
+    artefact: Any = None
+
+
+def _by_inductor(
+    module: fx.GraphModule, examples: list[Tensor], layouts: Sequence[Layout | None]
+) -> _Compiled:
+    """Compile a graph, or name the outputs that would not lie as they should.
+
+    It writes some operations by means of others that lay out their results otherwise.
+    """
+    from torch._inductor import config as inductor_config
+
+    inductor_lowerings.register()
+    others: list[int] = []
+    lying: list[list[Layout | None]] = []
+    counts: list[int] = []
+    if not inductor_config.fallback_random:
+        module = module_of(with_uniform_draws(module.graph))
+    # Where Inductor tunes products it must see them.
+    if blas_is_slow() and not _tunes():
+        module = module_of(with_onednn(module.graph))
+
+    def lies_well(graph: fx.Graph) -> bool:
+        laid = layouts_of(graph)
+        if len(laid) == len(layouts):
+            others.extend(unlike(layouts, laid))
+        lying.append(laid)
+        counts.append(len(graph.find_nodes(op="placeholder")))
+        return not others
+
+    wrapped, artefacts = inner_artefacts(module, _kept(examples), lies_well)
+    if others:
+        return _Compiled(_nothing, others)
+    if counts == [len(examples)] and len(lying[0]) == len(layouts):
+        artefact = artefacts[0]
         # Where nothing is left to compute it is the graph itself.
         call: Boxed = getattr(artefact, "current_callable", artefact)
-        return (relaid(call, layouts) if misplaced else call), others
+        if unlike(layouts, _laid_by(artefact, lying[0])):
+            return _Compiled(relaid(call, layouts), [])
+        return _Compiled(call, [], artefact)
 
     def call_wrapped(inputs: list[Tensor]) -> Sequence[Tensor]:
         taken = list(inputs)
@@ -122,7 +145,35 @@ def _by_inductor(
         )
         return outputs
 
-    return relaid(call_wrapped, layouts), others
+    return _Compiled(relaid(call_wrapped, layouts), [])
+
+
+def inner_artefacts(
+    module: fx.GraphModule,
+    examples: Sequence[Tensor],
+    compiles: Callable[[fx.Graph], bool] = lambda graph: True,
+) -> tuple[Any, list[Any]]:
+    """Inductor's callable of a graph, and what it wraps, without the checks that it begins with.
+
+    Args:
+        module: the graph.
+        examples: fake tensors like its inputs.
+        compiles: whether to compile a graph, once it is written in simpler operations.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    artefacts: list[Any] = []
+
+    def capture(simpler: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        if not compiles(simpler.graph):
+            return _nothing
+        artefacts.append(compile_fx_inner(simpler, inputs, **options))
+        return artefacts[-1]
+
+    # The other cache, of autograd's, would bring back the wrappers and pass over `capture`.
+    with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(module, list(examples), inner_compile=capture), artefacts
 
 
 def _has_wide_vectors() -> bool:

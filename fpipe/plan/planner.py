@@ -179,7 +179,10 @@ class Planner:
             _check_owed(schedule, code_of)
         late = self._late(local)
         offloading = None if self._offload is None else self._offloading(local, replicas)
-        with working(f"compiling a {goal}", partial(self._to_compile, compiled, schedule)):
+        with (
+            working(f"compiling a {goal}", partial(self._to_compile, compiled, schedule)),
+            self._stage_compiler.compiling(),
+        ):
             programs = self._lower(
                 schedule, code_of, replicas=replicas, goal=goal, late=late, offloading=offloading
             )

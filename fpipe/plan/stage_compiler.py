@@ -9,6 +9,7 @@ what one of them has traced and compiled serves the others.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -125,6 +126,10 @@ class StageCompiler:
             for op, piece in kind[stage].pieces.items()
             if op.rstrip("+") in ops or op == PREPARE
         )
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Within it pieces are compiled side by side; they can be called afterwards."""
+        return self._compiler.together()
 
     @property
     def may_draw(self) -> bool:

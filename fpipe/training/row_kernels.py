@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe.pieces.backends import patches_of, without_own
+from fpipe.pieces.inductor import inner_artefacts
 from fpipe.torch_internals import make_shape_env, row_of_any_size
 
 RowKernel = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -58,23 +59,14 @@ def _without_base(value: Tensor) -> Tensor:
 def _by_inductor(
     graph: fx.GraphModule, rows: Sequence[Tensor], scalars: int, options: Mapping[str, Any]
 ) -> RowKernel:
-    from torch._functorch import config as functorch_config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor import config as inductor_config
 
     patches = patches_of(without_own(dict(options))[0])
     mode = FakeTensorMode(shape_env=make_shape_env())
     examples: list[Tensor] = [row_of_any_size(mode, row) for row in rows]
     with mode:
         examples += [torch.empty((), dtype=torch.float64) for _ in range(scalars)]
-    artefacts: list[Any] = []
-
-    def inner(graph: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
-        artefacts.append(compile_fx_inner(graph, inputs, **settings))
-        return artefacts[-1]
-
-    # Autograd's cache would pass over `inner`.
-    with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
-        compile_fx(graph, examples, inner_compile=inner, config_patches=patches)
-    [artefact] = artefacts
+    with inductor_config.patch(patches):
+        _, [artefact] = inner_artefacts(graph, examples)
     call: RowKernel = artefact.current_callable
     return call

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import fpipe
 from fpipe import StageError, schedules
+from fpipe.pieces import kernel_cache
 from fpipe.trace.isolation import uncompiled
 from tests.models import assert_same, check, gpt, mlp, plain_pipeline, unpipelined
 
@@ -75,11 +76,19 @@ def test_backends_of_torch_compile(compile: Any) -> None:
 
 
 @pytest.mark.inductor
+@pytest.mark.parametrize("kept", [True, False])
 def test_what_inductor_made_is_there_for_the_next_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
     """Each pipeline asks for itself, as another process would; what is kept is for some threads."""
-    model, found = mlp(1, 2), []
+    model, found, loaded = mlp(1, 2), [], [0]
+
+    def load(key: str, take: Any = kernel_cache.load) -> Any:
+        call = take(key) if kept else None
+        loaded[-1] += call is not None
+        return call
+
+    monkeypatch.setattr(kernel_cache, "load", load)
     for threads in (1, 1, 2):
         counters.clear()
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -88,7 +97,9 @@ def test_what_inductor_made_is_there_for_the_next_run(
             check(model.stages, model.params, model.batch, compile=True, microbatches=1)
         made = counters["inductor"]
         found.append((made["fxgraph_cache_miss"] > 0, made["fxgraph_cache_hit"] > 0))
-    assert found == [(True, False), (False, True), (True, False)]
+        loaded.append(0)
+    assert found == [(True, False), (False, not kept), (True, False)]
+    assert [number > 0 for number in loaded] == [False, kept, False, False]
 
 
 @pytest.mark.inductor
