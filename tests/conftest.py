@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-import tests.seldom  # noqa: F401
+from tests import seldom
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("untimed", deadline=None)
@@ -46,6 +47,14 @@ logging.setLoggerClass(logging.Logger)
 
 # Of the schedule side alone: many short tests, none of which starts a process or compiles.
 SHORT = {"cli", "exchange", "laboratory", "picture", "schedule"}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None, item: pytest.Item) -> Iterator[None]:
+    """Collect garbage between files, once their fixtures are gone."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        seldom.after_a_file()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
