@@ -21,29 +21,33 @@ from typing import Final
 
 import pytest
 
+from tests import warm
 from tests.hosts import steps
 
 ROOT: Final = Path(__file__).parents[2]
-DEMO: Final = str(ROOT / "examples" / "gpt.py")
+DEMO: Final = ROOT / "examples" / "gpt.py"
 TORCHRUN: Final = str(Path(sys.executable).with_name("torchrun"))
 # Of this process alone: a run that is killed leaves its own behind.
 HOSTS: Final = tuple(f"fpipe-{os.getpid()}-{number}" for number in (0, 1))
 ADDRESSES: Final = ("10.231.77.1", "10.231.77.2")
 
 
-def told(command: list[str]) -> list[str]:
+def told(output: str) -> list[str]:
     """What a run tells of training: its losses and the text at the end, without times."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = re.sub(r"[\d,]+ tokens/s", "", done.stdout).splitlines()
+    lines = re.sub(r"[\d,]+ tokens/s", "", output).splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("step "))
     return [line for line in lines[start:] if not re.match("tracing|compiling|making|ready", line)]
 
 
 @pytest.mark.examples
-def test_demo_under_torchrun_tells_what_it_tells_in_one_process() -> None:
-    together = told([TORCHRUN, "--standalone", "--nproc-per-node", "2", DEMO, "--smoke"])
-    assert together == told([sys.executable, DEMO, "--smoke"])
+def test_demo_under_torchrun_tells_what_it_tells_in_one_process(tmp_path: Path) -> None:
+    command = [TORCHRUN, "--standalone", "--nproc-per-node", "2", str(DEMO), "--smoke"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone = warm.run(DEMO, "--smoke", folder=ROOT, scratch=tmp_path, timeout=240)
+    assert alone.code == 0, alone.output
+    together = told(done.stdout)
+    assert together == told(alone.output)
     assert sum("loss" in line for line in together) > 10
 
 

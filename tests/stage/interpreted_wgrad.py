@@ -1,6 +1,6 @@
 """What the kernel for sums of weight gradients computes, by Triton's interpreter, as JSON.
 
-Run as ``TRITON_INTERPRET=1 python -m tests.stage.interpreted_wgrad PART``: Triton decides when it
+Run as ``TRITON_INTERPRET=1 python -m tests.stage.interpreted_wgrad PART …``: Triton decides when it
 is imported whether it interprets.
 """
 
@@ -135,4 +135,4 @@ PARTS: Final[dict[str, Callable[[], dict[str, Any]]]] = {
 }
 
 if __name__ == "__main__":
-    print(json.dumps(PARTS[sys.argv[1]]()))
+    print(json.dumps({part: PARTS[part]() for part in sys.argv[1:]}))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,10 +25,11 @@ ROOT: Final = Path(__file__).parents[2]
 SHORT: Final = torch.bfloat16
 
 
-def interpreted(part: str) -> Any:
-    """What `interpreted_wgrad` prints, in a process of its own."""
+@cache
+def interpreted(*parts: str) -> Any:
+    """What `interpreted_wgrad` prints of some of its parts, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.stage.interpreted_wgrad", part],
+        [sys.executable, "-m", "tests.stage.interpreted_wgrad", *parts],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -40,7 +42,7 @@ def interpreted(part: str) -> Any:
 
 def test_the_kernel_adds_the_plain_product() -> None:
     """Odd shapes, strides and dtypes: what float32 sums are from float64 ones."""
-    errors = interpreted("errors")
+    errors = dict(interpreted("errors")["errors"])
     empty = errors.pop("nothing"), errors.pop("none")
     assert empty == (True, [0, 4])  # matrices without elements
     assert len(errors) == 3 * 6 * 4 + 4
@@ -50,13 +52,13 @@ def test_the_kernel_adds_the_plain_product() -> None:
 @pytest.mark.inductor
 def test_the_faster_way_is_chosen() -> None:
     """A way that fails or errs is left, and the caller's generator stays as it is."""
-    found = interpreted("choices")
+    found = interpreted("steps", "choices")["choices"]
     assert found == {"faster": 1, "slower": None, "fails": 2, "errs": 2, "drew": False}
 
 
 @pytest.mark.inductor
 def test_a_compiled_step_takes_the_kernel() -> None:
-    found = interpreted("steps")
+    found = interpreted("steps", "choices")["steps"]
     assert found["kernel"] == 1 and found["off"] == 0
     assert found["error, kernel"] < 2e-2 and found["error, off"] < 2e-2, found
 
