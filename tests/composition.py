@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe import Schedule, schedules
-from tests.models import Model, apply, assert_same, mlp, unpipelined
+from tests.models import apply, assert_same, mlp, pipe_of, unpipelined
 from tests.transforms import grid
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "composition.md"
@@ -33,11 +33,6 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
 
 Feature = Callable[[Schedule], None]
 """Raises where a pipeline with this schedule gives something else than plain torch."""
-
-
-def pipe_of(model: Model, schedule: Schedule, **options: Any) -> fpipe.Pipeline:
-    options = {"loss": model.loss} | options
-    return fpipe.pipeline(model.stages, schedule=schedule, compile=False, **options)
 
 
 def step(schedule: Schedule, *, rows: int = 8, **options: Any) -> None:
@@ -180,7 +175,7 @@ def fpipe_tree(params: Any) -> Any:
 
 
 def transformed(name: str) -> Feature:
-    return lambda schedule: grid.check(name, schedule)
+    return lambda schedule: grid.check_transform(name, schedule)
 
 
 FEATURES: Final[dict[str, Feature]] = {

@@ -66,7 +66,7 @@ def pipelines(
     yield fpipe.pipeline(with_cuts(stages), schedule=schedule, **options)
 
 
-def check(
+def check_stages(
     stages: Stages, params: Any, batch: Any, *, plainly: Stages | None = None, **options: Any
 ) -> None:
     """A step, in two schedules and with and without remat, and a value equal those of autograd.

@@ -337,6 +337,13 @@ def piped(
     return model, Pipeline(definition, first._engine)
 
 
+def pipe_of(model: Model, schedule: Schedule | None = None, **options: Any) -> Pipeline:
+    """The pipeline of a model, uncompiled and zero-bubble unless it is told otherwise."""
+    schedule = schedule or schedules.zb_h1(ranks=len(model.stages), microbatches=4)
+    arguments: dict[str, Any] = {"loss": model.loss, "compile": False, **options}
+    return pipeline(model.stages, schedule=schedule, **arguments)
+
+
 def plain_pipeline(
     stages: Sequence[Callable[..., Any] | Stage],
     loss: Callable[[Any, Any], Any] = mean_square,

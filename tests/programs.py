@@ -473,7 +473,7 @@ def by_pipeline(program: Program, *, stages: bool, **options: Any) -> Found:
     return loss, [leaf for part in grads for leaf in part]
 
 
-def check(program: Program, *, stages: bool, **options: Any) -> str:
+def check_program(program: Program, *, stages: bool, **options: Any) -> str:
     """Compare the two; returns what became of it.
 
     Raises:
@@ -510,7 +510,7 @@ def main() -> None:
                 if options.twice:
                     outcomes[check_twice(program, stages=stages)] += 1
                 else:
-                    outcomes[check(program, stages=stages, **compiled)] += 1
+                    outcomes[check_program(program, stages=stages, **compiled)] += 1
             except Exception as error:
                 kind = "stages" if stages else "one function"
                 sys.exit(f"seed {seed}, {kind}:\n{program}\n{type(error).__name__}: {error}")

@@ -82,7 +82,7 @@ def test_backward_of_a_function_is_its_own_on_every_rank(crew: Crew) -> None:
 def uneven_step(group: dist.ProcessGroup | None, turn: bool) -> list[Any]:
     """A step on microbatches of several lengths, which the last rank may take in another order."""
     lengths = test_microbatches
-    pipe = lengths.pipe_of(schedules.zb_h1(ranks=3, microbatches=4), group)
+    pipe = lengths.language_pipe(schedules.zb_h1(ranks=3, microbatches=4), group)
     parts = lengths.make_parts()
     batch = fpipe.Microbatches(parts[::-1] if turn and pipe.rank in (None, 2) else parts)
     step = pipe.step(lengths.make_params(), batch)
@@ -111,7 +111,7 @@ def test_microbatches_in_another_order_on_one_rank(crew: Crew) -> None:
 def many_orders(group: dist.ProcessGroup | None) -> list[Tensor]:
     """Losses of microbatches in many orders, with room for two plans, after calls that fail."""
     lengths = test_microbatches
-    pipe = lengths.pipe_of(schedules.zb_h1(ranks=3, microbatches=4), group)
+    pipe = lengths.language_pipe(schedules.zb_h1(ranks=3, microbatches=4), group)
     controller: Any = pipe._engine._controller
     if group is not None:
         controller._calls._agreed = Latest(2)

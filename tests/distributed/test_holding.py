@@ -31,7 +31,7 @@ def normal(key: Tensor, name: str, like: Tensor) -> Tensor:
     return random.normal(key, like.shape, like.dtype)
 
 
-def pipe_of(group: Group, schedule: Schedule) -> fpipe.ModulePipeline:
+def weightless(group: Group, schedule: Schedule) -> fpipe.ModulePipeline:
     """Of a module without weights."""
     with torch.device("meta"):
         module = LanguageModel().double()
@@ -59,7 +59,7 @@ class Trained(NamedTuple):
 
 def train(group: Group, schedule: Schedule, path: Path | None) -> Trained:
     """From a key, or from a checkpoint."""
-    pipe, batch = pipe_of(group, schedule), token_batch()
+    pipe, batch = weightless(group, schedule), token_batch()
     read: list[str] = []
     if path is None:
         shapes = {name: value.to("meta") for name, value in batch.items()}
@@ -295,7 +295,7 @@ def test_ranks_of_a_mesh_hold_what_their_row_gives_them(crew: Crew) -> None:
 
 def save(group: dist.ProcessGroup, schedule: Schedule, path: Path) -> dict[str, Tensor]:
     """Every rank saves what it holds; returns all of it."""
-    pipe = pipe_of(group, schedule)
+    pipe = weightless(group, schedule)
     params = pipe.init(normal, random.key(3), token_batch())
     own = {name: value for name, value in params.items() if not value.is_meta}
     dcp.save(own, checkpoint_id=path, process_group=group)
@@ -306,7 +306,7 @@ def save(group: dist.ProcessGroup, schedule: Schedule, path: Path) -> dict[str, 
 
 def load(group: Group, schedule: Schedule, path: Path) -> fpipe.Step:
     """A step from there."""
-    pipe, batch = pipe_of(group, schedule), token_batch()
+    pipe, batch = weightless(group, schedule), token_batch()
     step: fpipe.Step = pipe.step(pipe.load(path, batch), batch)
     return step
 
@@ -319,7 +319,7 @@ def test_what_two_ranks_save_is_loaded_by_four_and_by_one(crew: Crew, tmp_path: 
     four = schedules.zb_h1(ranks=4, microbatches=4)
     crew.start(load, four, tmp_path)
     expected = load(None, four, tmp_path)
-    assert_identical(pipe_of(None, four).load(tmp_path), saved)
+    assert_identical(weightless(None, four).load(tmp_path), saved)
     merged: dict[str, Any] = {}
     for step in values(crew.collect()):
         assert_identical(step.loss, expected.loss)

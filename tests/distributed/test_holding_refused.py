@@ -15,7 +15,7 @@ import fpipe
 from fpipe import Schedule, random, schedules
 from fpipe.nn import buffers_of
 from tests.distributed.crew import Crew, Outcome, attempt, values
-from tests.distributed.test_holding import normal, pipe_of
+from tests.distributed.test_holding import normal, weightless
 from tests.models import assert_identical
 from tests.modules import normed
 from tests.modules.helpers import detached, squares
@@ -74,7 +74,7 @@ def load_on_one(
     group: dist.ProcessGroup, schedule: Schedule, path: Path
 ) -> tuple[Outcome, fpipe.Step]:
     """Rank 1 has no checkpoint at first; then both read it."""
-    pipe, batch = pipe_of(group, schedule), token_batch()
+    pipe, batch = weightless(group, schedule), token_batch()
     failed = attempt(pipe.load, path / "nowhere" if group.rank() else path, batch)
     return failed, pipe.step(pipe.load(path, batch), batch)
 
@@ -91,7 +91,7 @@ def test_rank_that_cannot_read_is_known_on_all_and_they_go_on(crew: Crew, tmp_pa
 
 def load_what_is_broken(group: dist.ProcessGroup, schedule: Schedule, path: Path) -> Outcome:
     """The copy of rank 1 lacks the file of the tensors."""
-    return attempt(pipe_of(group, schedule).load, path / f"{group.rank()}", token_batch())
+    return attempt(weightless(group, schedule).load, path / f"{group.rank()}", token_batch())
 
 
 def test_rank_whose_distributed_checkpoint_is_broken_is_known_on_all(
@@ -111,7 +111,7 @@ def test_rank_whose_distributed_checkpoint_is_broken_is_known_on_all(
 
 def init_refused_on_one(group: dist.ProcessGroup, schedule: Schedule) -> list[Outcome]:
     """Each call is wrong on rank 1 alone, and known to be before ranks meet; the last is right."""
-    pipe, batch, odd = pipe_of(group, schedule), token_batch(), bool(group.rank())
+    pipe, batch, odd = weightless(group, schedule), token_batch(), bool(group.rank())
     key = random.key(0)
     return [
         attempt(pipe.init, normal, key, *(() if odd else (batch,))),
@@ -134,12 +134,12 @@ def test_what_one_rank_refuses_at_once_is_known_on_all(crew: Crew) -> None:
 
 
 def without_example(group: dist.ProcessGroup, schedule: Schedule) -> None:
-    pipe_of(group, schedule).init(normal, random.key(0))
+    weightless(group, schedule).init(normal, random.key(0))
 
 
 def without_data(group: dist.ProcessGroup, schedule: Schedule) -> None:
     """Rank 1 takes rank 0's parameters."""
-    pipe, batch = pipe_of(group, schedule), token_batch()
+    pipe, batch = weightless(group, schedule), token_batch()
     params = pipe.init(normal, random.key(0), batch)
     if group.rank() == 1:
         shapes = {name: value.to("meta") for name, value in params.items()}

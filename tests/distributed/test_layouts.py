@@ -22,7 +22,7 @@ STAGES: Final = 4
 SAVED: Final = (2, 2)
 
 
-def pipe_of(shape: tuple[int, int]) -> fpipe.Pipeline:
+def replicated(shape: tuple[int, int]) -> fpipe.Pipeline:
     """Four stages over so many replicas and ranks."""
     ranks = shape[1]
     family = "one_f_one_b" if ranks == STAGES else "interleaved_1f1b"
@@ -41,7 +41,7 @@ def pipe_of(shape: tuple[int, int]) -> fpipe.Pipeline:
 
 def saved(group: Group, path: str, writer: str) -> Any:
     """Divided parameters and gradients, saved by torch; returns both, whole, of this rank."""
-    pipe = pipe_of(SAVED)
+    pipe = replicated(SAVED)
     params = pipe.shard(pipe.local(replicas.parameters(STAGES)))
     mesh = mesh_of(SAVED, ("dp", "pp"))
     grads = pipe.step(params, replicas.rows_of(mesh, ["dp"], replicas.data())).grads
@@ -77,7 +77,7 @@ def saved(group: Group, path: str, writer: str) -> Any:
 
 def read(group: Group, shape: tuple[int, int], path: str, rename: Any = None) -> Any:
     """What each rank reads under another layout, divided and put together again."""
-    pipe = pipe_of(shape)
+    pipe = replicated(shape)
     params = pipe.load(path, shapes=replicas.parameters(STAGES), rename=rename)
     divided = pipe.shard(params)
     mesh = mesh_of(shape, ("dp", "pp"))

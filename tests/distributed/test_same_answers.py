@@ -45,7 +45,7 @@ def assert_merged(parts: Sequence[Sequence[Any]], expected: Iterable[Any], s: Sc
         assert_identical(merge([results[number] for results in parts], s), whole)
 
 
-def check(
+def check_over_ranks(
     crew: Crew,
     actor: Callable[..., list[Any]],
     schedule: Schedule,
@@ -70,7 +70,7 @@ def check_step(
 ) -> None:
     """One step over processes, in one process, and without a pipeline."""
     arguments = (name, schedule, rows, dtype, options)
-    (step,) = check(crew, actors.one_step, schedule, *arguments, ranks=ranks)
+    (step,) = check_over_ranks(crew, actors.one_step, schedule, *arguments, ranks=ranks)
     model = model_of(name, schedule.num_stages, rows, dtype)
     assert_same(step, unpipelined(*model), 1e-10 if dtype == torch.float64 else 2e-5)
 
@@ -146,7 +146,7 @@ def test_a_mesh_beside_another_dimension(crew: Crew) -> None:
 
 def test_default_device_is_not_that_of_the_stages(crew: Crew) -> None:
     schedule = schedules.zb_h1(ranks=2, microbatches=3)
-    check(crew, actors.with_default_device, schedule, "mlp", schedule, 6)
+    check_over_ranks(crew, actors.with_default_device, schedule, "mlp", schedule, 6)
 
 
 def test_profilers_show_every_action(crew: Crew) -> None:
@@ -158,7 +158,7 @@ def test_profilers_show_every_action(crew: Crew) -> None:
 def test_one_rank_may_run_uncompiled(crew: Crew) -> None:
     """To be looked at: how much a kernel needs while it runs is no matter of agreement."""
     schedule = schedules.zbv(ranks=2, microbatches=4)
-    check(crew, actors.one_uncompiled, schedule, schedule)
+    check_over_ranks(crew, actors.one_uncompiled, schedule, schedule)
 
 
 @pytest.mark.inductor
@@ -174,24 +174,24 @@ def test_compiled(crew: Crew) -> None:
 def test_training_and_evaluation_on_changing_batches(crew: Crew, placement: list[int]) -> None:
     """A new shape is agreed on in passing; an old one is remembered; results stay as they were."""
     schedule = all_forwards_first(placement, 2, True)
-    check(crew, actors.every_call, schedule, "mlp", schedule, [4, 2, 5, 4, 2])
+    check_over_ranks(crew, actors.every_call, schedule, "mlp", schedule, [4, 2, 5, 4, 2])
 
 
 @pytest.mark.parametrize("given", [[0, 1], [1, 2, 0]])
 def test_ranks_that_read_no_batch_may_pass_none(crew: Crew, given: list[int]) -> None:
     schedule = all_forwards_first([0, 2, 1], 2, False)
-    check(crew, actors.step_without_batch, schedule, schedule, 4, given)
+    check_over_ranks(crew, actors.step_without_batch, schedule, schedule, 4, given)
 
 
 def test_two_pipelines_over_one_group(crew: Crew) -> None:
     first = schedules.one_f_one_b(ranks=2, microbatches=3)
     second = schedules.zb_h1(ranks=2, microbatches=2)
-    check(crew, actors.two_pipelines, first, first, second)
+    check_over_ranks(crew, actors.two_pipelines, first, first, second)
 
 
 def test_parameters_of_one_rank_change_their_shapes(crew: Crew) -> None:
     schedule = schedules.one_f_one_b(ranks=3, microbatches=2)
-    check(crew, actors.changing_parameters, schedule, schedule)
+    check_over_ranks(crew, actors.changing_parameters, schedule, schedule)
 
 
 # ── values on their way ─────────────────────────────────────────────────────────────────────────
@@ -203,7 +203,7 @@ def test_parameters_of_one_rank_change_their_shapes(crew: Crew) -> None:
 def test_views_masks_integers_and_values_that_only_pass(crew: Crew, placement: list[int]) -> None:
     """Buffers are kept from step to step, so whatever still refers to one must be seen."""
     schedule = all_forwards_first(placement, 2, True)
-    check(crew, actors.every_call, schedule, "plumbing", schedule, [4, 4, 5, 4, 5, 4])
+    check_over_ranks(crew, actors.every_call, schedule, "plumbing", schedule, [4, 4, 5, 4, 5, 4])
 
 
 def test_a_received_value_in_the_graph_of_the_caller_is_not_overwritten(crew: Crew) -> None:

@@ -25,7 +25,7 @@ def loss_fn(params: Params, batch: Tensor) -> Tensor:
     return (torch.tanh(hidden * params["b"].sum(0)) @ params["b"] + params["c"]).square().mean()
 
 
-def pipe_of(group: Group, **options: Any) -> fpipe.Pipeline:
+def tied_pipe(group: Group, **options: Any) -> fpipe.Pipeline:
     return fpipe.pipeline(loss_fn, schedule=SCHEDULE, group=group, **({"compile": False} | options))
 
 
@@ -45,7 +45,7 @@ ODD: dict[str, tuple[Any, str]] = {
 
 def steps_with_odd(group: dist.ProcessGroup) -> list[Outcome]:
     """Rank 1 is given something odd in each step but the last."""
-    pipe, (params, batch) = pipe_of(group), problem()
+    pipe, (params, batch) = tied_pipe(group), problem()
     changes = [change for change, _ in ODD.values()]
     given = [change(params) if group.rank() else params for change in changes]
     return [attempt(pipe.step, own, batch) for own in (*given, params)]
@@ -60,7 +60,7 @@ def test_parameters_that_are_others_on_one_rank(crew: Crew) -> None:
                 answer.error.text
             )
             assert answer.error.text.endswith("The pipeline can be used again")
-        assert_same(answers[-1].value.loss, pipe_of(None).step(*problem()).loss)
+        assert_same(answers[-1].value.loss, tied_pipe(None).step(*problem()).loss)
 
 
 def step_of_own(group: Group, compile: Any) -> fpipe.Step:
@@ -72,7 +72,7 @@ def step_of_own(group: Group, compile: Any) -> fpipe.Step:
         own = ("b", "c") if group.rank() else ("a",)
         bare = {name: p.to("meta", torch.float64).contiguous() for name, p in params.items()}
         params = {name: p if name in own else bare[name] for name, p in params.items()}
-    return pipe_of(group, compile=compile).step(params, batch)
+    return tied_pipe(group, compile=compile).step(params, batch)
 
 
 @pytest.mark.parametrize("compile", [False, laid_out], ids=["plain", "compiled"])
@@ -90,7 +90,7 @@ def test_parameters_without_data_do_not_count(crew: Crew, compile: Any) -> None:
 
 def steps_by_name(group: dist.ProcessGroup) -> list[Outcome]:
     """Rank 1 names an argument wrongly, and lives on."""
-    pipe, (params, batch) = pipe_of(group), problem()
+    pipe, (params, batch) = tied_pipe(group), problem()
     name = "btach" if group.rank() else "batch"
     calls = (pipe.step, pipe.value, pipe.forward)
     wrong = [attempt(lambda call=call: call(params, **{name: batch})) for call in calls]
@@ -104,17 +104,17 @@ def test_argument_that_one_rank_names_wrongly(crew: Crew) -> None:
             assert answer.error.rank == 1
             assert "rank 1 cannot run this step: BatchError: " in answer.error.text
             assert "by name btach" in answer.error.text
-        assert_same(answers[3].value, pipe_of(None).step(*problem()).loss)
+        assert_same(answers[3].value, tied_pipe(None).step(*problem()).loss)
 
 
 def over_new_group(group: dist.ProcessGroup) -> list[Outcome]:
     """A pipeline that rank 0 could not make; others over the same group, and over a new one."""
     params, batch = problem()
     if group.rank():
-        pipe_of(group)
-    same = attempt(pipe_of(group).step, params, batch)
+        tied_pipe(group)
+    same = attempt(tied_pipe(group).step, params, batch)
     fresh = dist.new_group(range(2))
-    return [same, attempt(lambda: pipe_of(fresh).step(params, batch).loss)]
+    return [same, attempt(lambda: tied_pipe(fresh).step(params, batch).loss)]
 
 
 def test_pipelines_are_counted_anew_over_a_new_group() -> None:
@@ -122,4 +122,4 @@ def test_pipelines_are_counted_anew_over_a_new_group() -> None:
         for same, fresh in values(crew.run(over_new_group)):
             assert "called the pipeline that is number" in same.error.text
             assert "Over a new group" in same.error.text
-            assert_same(fresh.value, pipe_of(None).step(*problem()).loss)
+            assert_same(fresh.value, tied_pipe(None).step(*problem()).loss)

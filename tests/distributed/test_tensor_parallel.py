@@ -13,7 +13,7 @@ from tests.distributed.crew import Crew, values
 PP_TP, TP_PP = ("pp", "tp"), ("tp", "pp")
 
 
-def check(
+def check_divided(
     crew: Crew,
     kind: str,
     dims: tuple[str, ...],
@@ -45,7 +45,7 @@ def check(
 def test_divided_module_has_the_gradients_of_one_process(
     crew: Crew, kind: str, dims: tuple[str, ...], families: tuple[str, ...]
 ) -> None:
-    check(crew, kind, dims, *families)
+    check_divided(crew, kind, dims, *families)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_divided_module_has_the_gradients_of_one_process(
 def test_divided_module_is_computed_again(
     crew: Crew, kind: str, dims: tuple[str, ...], family: str
 ) -> None:
-    check(crew, kind, dims, family, remat="full")
+    check_divided(crew, kind, dims, family, remat="full")
 
 
 @pytest.mark.inductor

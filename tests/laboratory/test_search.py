@@ -31,7 +31,7 @@ UNIT = Cost(f=1, i=1, w=1)
 UNEVEN = Cost(f=10, i=12, w=8, comm=1)
 
 
-def check(found: fpipe.SearchResult, memory: float) -> None:
+def check_result(found: fpipe.SearchResult, memory: float) -> None:
     """What must hold of everything that the search returns."""
     fpipe.verify(found.schedule)
     assert max(found.timeline.peak) <= memory * (1 + 1e-9)
@@ -55,7 +55,7 @@ def test_it_is_never_worse_than_a_family_in_the_same_memory(
         objective=objective,
         iterations=20,
     )
-    check(found, max(timeline.peak))
+    check_result(found, max(timeline.peak))
     family = timeline.makespan if objective == "makespan" else timeline.span
     assert found.value <= family * (1 + 1e-9)
 
@@ -79,7 +79,7 @@ def test_groups_of_any_size_are_among_the_families(
         placement=family.placement,
         iterations=0,
     )
-    check(found, max(timeline.peak))
+    check_result(found, max(timeline.peak))
     assert found.value <= timeline.makespan
 
 
@@ -114,7 +114,7 @@ def test_it_fits_the_memory_of_every_placement(make: Any, memory: float) -> None
     found = search(
         ranks=4, microbatches=8, cost=UNEVEN, memory=memory, placement=make(4), iterations=60
     )
-    check(found, memory)
+    check_result(found, memory)
 
 
 @pytest.mark.parametrize("unit", [2.0**-80, 2.0**-30, 2.0**-10, 2.0**40])
@@ -122,7 +122,7 @@ def test_the_unit_of_memory_plays_no_part(unit: float) -> None:
     # The memory had a slack of 1e-9, which is many activations where each is as small.
     cost = replace(UNEVEN, activation=unit)
     found = search(ranks=4, microbatches=8, cost=cost, memory=2.5 * unit, iterations=60)
-    check(found, 2.5 * unit)
+    check_result(found, 2.5 * unit)
     usual = search(ranks=4, microbatches=8, cost=UNEVEN, memory=2.5, iterations=60)
     assert found.schedule == usual.schedule
 
@@ -182,7 +182,7 @@ def test_a_placement_has_a_name(
 ) -> None:
     cost = UNIT if per_stage is None else Cost([1] * per_stage, 1, 1)
     found = search(ranks=2, microbatches=4, cost=cost, placement=name, iterations=0)
-    check(found, 4)
+    check_result(found, 4)
     assert found.schedule.placement == placement
 
 
@@ -199,7 +199,7 @@ def test_any_placement_will_do() -> None:
     found = search(
         ranks=3, microbatches=6, cost=UNIT, memory=3, placement=[2, 0, 1, 0], iterations=100
     )
-    check(found, 3)
+    check_result(found, 3)
     assert found.schedule.placement == (2, 0, 1, 0)
 
 
@@ -208,7 +208,7 @@ def test_a_full_backward_is_used_where_it_is_cheaper() -> None:
     found = search(
         ranks=2, microbatches=6, cost=cost, memory=4, placement=linear(2), iterations=400
     )
-    check(found, 4)
+    check_result(found, 4)
     # Every backward in one: 6 * 2.5 of work, and the bubble of 1F1B at most.
     assert found.value <= 6 * 2.5 + 2.5
 
@@ -309,7 +309,7 @@ def test_large_cases_are_tuned_on_fewer_microbatches() -> None:
     found = search(
         ranks=8, microbatches=400, cost=UNEVEN, memory=8, placement=vee(8), iterations=20
     )
-    check(found, 8)
+    check_result(found, 8)
     assert found.value <= simulate(schedules.zbv(ranks=8, microbatches=400), UNEVEN).makespan
     assert found.gap < 0.05
 
@@ -367,7 +367,7 @@ def test_memory_that_only_a_full_backward_fits_is_enough(iterations: int) -> Non
     found = search(
         ranks=2, microbatches=3, cost=cost, memory=1, placement=[1, 0], iterations=iterations
     )
-    check(found, 1)
+    check_result(found, 1)
     assert not found.schedule.splits_backward
     assert found.value == 18
 
@@ -376,10 +376,10 @@ def test_what_only_i_hands_on_is_not_charged_to_full_backwards() -> None:
     """It was, and the best found here took 24 and 74.5; `profile` finds such costs of most."""
     cost = Cost(1, 1, 1, freed_by_i=-1)
     found = search(ranks=2, microbatches=4, cost=cost, memory=1.5, placement=vee(2), iterations=300)
-    check(found, 1.5)
+    check_result(found, 1.5)
     assert found.value <= 16
     larger = search(ranks=4, microbatches=12, cost=cost, memory=2, iterations=300)
-    check(larger, 2)
+    check_result(larger, 2)
     assert larger.value < 60
 
 
@@ -402,7 +402,7 @@ def test_the_best_mixes_halves_and_full_backwards(
         placement=placement,
         iterations=600,
     )
-    check(found, room)
+    check_result(found, room)
     assert found.value == best(placement, microbatches, cost, room)
 
 
@@ -429,7 +429,7 @@ def test_it_is_never_worse_than_the_schedule_that_it_starts_from(data: st.DataOb
             start=start,
             iterations=30,
         )
-        check(found, math.inf if memory is None else max(memory))
+        check_result(found, math.inf if memory is None else max(memory))
         assert found.schedule.placement == start.placement
         assert found.value <= given.makespan * (1 + 1e-9)
 

@@ -34,7 +34,7 @@ def total(output: Tensor, batch: Any) -> Tensor:
     return output.sum()
 
 
-def pipe_of(
+def module_pipe(
     module: nn.Module,
     cuts: Any,
     *,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe.schedule.families.evaluation import all_forwards_first
-from tests.modules.helpers import detached, pipe_of, unpipelined
+from tests.modules.helpers import detached, module_pipe, unpipelined
 
 LIBRARY: Any = transformers  # its configurations are typed by what they happen to need
 
@@ -147,7 +147,7 @@ def traced(
     module = build(name, stages)
     schedule = all_forwards_first([stage % 2 for stage in range(stages)], 1, split=False)
     cuts = ARCHITECTURES[name].cuts(stages)
-    pipe = pipe_of(module, cuts, schedule=schedule, loss=cross_entropy, group=group)
+    pipe = module_pipe(module, cuts, schedule=schedule, loss=cross_entropy, group=group)
     return detached(module), batch_of(name, ROWS), pipe
 
 

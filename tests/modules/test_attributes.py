@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tests.modules.helpers import by_microbatches, detached, pipe_of, steps_traced, total
+from tests.modules.helpers import by_microbatches, detached, module_pipe, steps_traced, total
 
 
 class Derived(nn.Linear):
@@ -97,7 +97,7 @@ def test_attributes_are_those_of_the_call(case: str, caplog: pytest.LogCaptureFi
     make, path, value = CHANGES[case]
     torch.manual_seed(0)
     net, x = Net(make()).double(), torch.randn(4, 5, 6, dtype=torch.float64)
-    pipe = pipe_of(net, "first")
+    pipe = module_pipe(net, "first")
     owner, name = net.get_submodule(f"part.{path}".rpartition(".")[0]), path.rpartition(".")[2]
     old = getattr(owner, name)
 
@@ -119,7 +119,7 @@ def test_attributes_are_those_of_the_call(case: str, caplog: pytest.LogCaptureFi
 def test_a_list_counts_by_what_it_contains() -> None:
     net = Net(Derived()).double()
     x = torch.randn(4, 6, dtype=torch.float64)
-    pipe = pipe_of(net, "first", loss=lambda y, _: y.sum() / 4)
+    pipe = module_pipe(net, "first", loss=lambda y, _: y.sum() / 4)
     for slope in (0.5, 0.25, 1, True):
         net.get_submodule("part").slopes[0] = slope  # type: ignore[operator]
         expected = net(x).sum().detach() / 8
@@ -131,7 +131,7 @@ def test_tensors_that_come_and_go_are_no_change(caplog: pytest.LogCaptureFixture
     with pytest.warns(FutureWarning, match="weight_norm"):
         normed = nn.utils.weight_norm(nn.Linear(6, 6))
     net, x = Net(normed).double(), torch.randn(4, 6, dtype=torch.float64)
-    pipe = pipe_of(net, "first", loss=lambda y, _: y.sum() / 4)
+    pipe = module_pipe(net, "first", loss=lambda y, _: y.sum() / 4)
     with caplog.at_level(logging.INFO, logger="fpipe"):
         for _ in range(3):
             expected = net(x).sum().detach() / 8
@@ -141,7 +141,7 @@ def test_tensors_that_come_and_go_are_no_change(caplog: pytest.LogCaptureFixture
 
 def test_attributes_that_change_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
     net, x = Net(nn.LeakyReLU()), torch.randn(4, 6)
-    pipe = pipe_of(net, "first", loss=total)
+    pipe = module_pipe(net, "first", loss=total)
     with caplog.at_level(logging.WARNING, "fpipe"):
         for number in range(10):
             net.get_submodule("part").negative_slope = 0.1 * number  # type: ignore[assignment]
@@ -185,7 +185,7 @@ def test_a_later_step_runs_no_code_of_the_module() -> None:
     parametrize.register_parametrization(net[1], "bias", Counted())
     net.double()
     batch = {"input": torch.randn(8, 4, 4, dtype=torch.float64)}
-    pipe = pipe_of(net, "1")
+    pipe = module_pipe(net, "1")
     expected = net(batch["input"]).square().mean().detach()
     pipe.step(detached(net), batch)
     Counted.calls = Property.reads = 0

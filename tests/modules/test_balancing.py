@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe.modules.stage_shares import held_at_once
-from tests.modules.helpers import detached, pipe_of, total, unpipelined
+from tests.modules.helpers import detached, module_pipe, total, unpipelined
 from tests.modules.models import LanguageModel, language_model, token_batch
 
 ROWS = 8
@@ -80,7 +80,7 @@ def test_chosen_cuts_train() -> None:
     schedule = fpipe.schedules.zb_h1(ranks=3, microbatches=4)
     chosen = fpipe.balance(module, schedule, batch)
     assert all(cut.startswith("blocks.") for cut in chosen.cuts)
-    pipe = pipe_of(module, chosen.cuts, schedule=schedule, loss=None)
+    pipe = module_pipe(module, chosen.cuts, schedule=schedule, loss=None)
     loss, grads = pipe.step(params, batch)
     expected = unpipelined(module, params, batch)
     torch.testing.assert_close(loss, expected.loss)
@@ -135,7 +135,7 @@ def test_from_module_chooses_its_cuts(
     module = LanguageModel(blocks=7).double()
     params, batch = detached(module), token_batch(8)
     with caplog.at_level("INFO", logger="fpipe"):
-        pipe = pipe_of(module, None, schedule=schedule, loss=None, stages=4, example=batch)
+        pipe = module_pipe(module, None, schedule=schedule, loss=None, stages=4, example=batch)
     assert pipe.balance is not None and pipe.cuts == pipe.balance.cuts
     assert str(pipe.balance) in caplog.text
     assert [stage.rank for stage in pipe.balance.stages] == list(schedule.placement)
@@ -169,10 +169,10 @@ def test_memory_moves_the_cuts() -> None:
     schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
     even = fpipe.balance(module, schedule, batch, loss=total)
     limit = max(stage.memory for stage in even.stages) - 1
-    pipe = pipe_of(module, None, schedule=schedule, loss=total, example=batch, memory=limit)
+    pipe = module_pipe(module, None, schedule=schedule, loss=total, example=batch, memory=limit)
     assert pipe.balance is not None and pipe.cuts != even.cuts
     assert all(stage.memory <= limit for stage in pipe.balance.stages)
-    named = pipe_of(module, even, schedule=schedule, loss=total)
+    named = module_pipe(module, even, schedule=schedule, loss=total)
     assert named.cuts == even.cuts and named.balance is even
 
 

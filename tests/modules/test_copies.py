@@ -14,7 +14,7 @@ from tests.modules.helpers import (
     assert_equal_steps,
     by_microbatches,
     detached,
-    pipe_of,
+    module_pipe,
     squares,
 )
 
@@ -30,7 +30,7 @@ class Net(nn.Module):
         self.first, self.drop, self.last = nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2)
         self.register_buffer("scale", torch.full((), 2.0), persistent=False)
         self.double()
-        self.pipe = pipe_of(self, "first", loss=loss)
+        self.pipe = module_pipe(self, "first", loss=loss)
 
     def _init_weights(self, part: nn.Module) -> None:
         if isinstance(part, Net):
@@ -122,6 +122,6 @@ def test_buffers_of_a_module_that_holds_its_pipeline_are_made_anew() -> None:
     with torch.device("meta"):
         net = Net()
     params = {name: torch.ones(p.shape, dtype=p.dtype) for name, p in net.named_parameters()}
-    loss = pipe_of(net.eval(), "first").value(params, {"x": X})  # it holds the first
+    loss = module_pipe(net.eval(), "first").value(params, {"x": X})  # it holds the first
     plain = (torch.tanh(X.sum(1) + 1) * 4 + 1) * 2
     torch.testing.assert_close(loss, plain.square().mean())

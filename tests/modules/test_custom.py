@@ -20,7 +20,7 @@ from tests.modules.helpers import (
     assert_equal_steps,
     by_microbatches,
     detached,
-    pipe_of,
+    module_pipe,
     squares,
 )
 from tests.modules.hugging_face import LIBRARY, cross_entropy
@@ -115,7 +115,7 @@ def test_quantised_model_equals_itself_unpipelined(
     model: Model, schedule: fpipe.Schedule, remat: Any
 ) -> None:
     batch = custom_batch()
-    pipe = pipe_of(model, CUTS, schedule=schedule, remat=remat)
+    pipe = module_pipe(model, CUTS, schedule=schedule, remat=remat)
     assert_equal_steps(pipe.step(detached(model), batch), by_microbatches(model, batch, 4))
 
 
@@ -149,7 +149,7 @@ def test_bloom_equals_itself_unpipelined() -> None:
     torch.manual_seed(0)
     model = LIBRARY.BloomForCausalLM(config).double().train()  # its Function is for training
     batch = {"input_ids": torch.randint(31, (4, 7)), "labels": torch.randint(31, (4, 7))}
-    pipe = pipe_of(
+    pipe = module_pipe(
         model,
         [f"transformer.h.{number}" for number in range(3)],
         schedule=fpipe.schedules.zb_h1(ranks=4, microbatches=2),
@@ -187,7 +187,7 @@ def test_backward_that_draws_has_the_same_numbers_in_each_schedule() -> None:
     batch = {"input": custom_batch()["x"]}
 
     def step(key: int, schedule: str, remat: Any = "none") -> fpipe.Step:
-        pipe = pipe_of(
+        pipe = module_pipe(
             module,
             "0",
             schedule=getattr(fpipe.schedules, schedule)(ranks=2, microbatches=4),
@@ -238,7 +238,9 @@ class Routed(nn.Module):
 def test_loss_that_a_backward_adds(microbatches: int) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(Routed(), Routed()).double()
-    pipe = pipe_of(module, "0", schedule=fpipe.schedules.gpipe(ranks=2, microbatches=microbatches))
+    pipe = module_pipe(
+        module, "0", schedule=fpipe.schedules.gpipe(ranks=2, microbatches=microbatches)
+    )
     x = custom_batch()["x"]
     expected = by_microbatches(module, {"input": x}, microbatches)
     assert_equal_steps(pipe.step(detached(module), {"input": x}), expected)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-from tests.modules.helpers import assert_equal_steps, by_microbatches, detached, pipe_of
+from tests.modules.helpers import assert_equal_steps, by_microbatches, detached, module_pipe
 from tests.modules.hugging_face import DECODER, ENCODER, LIBRARY, VOCABULARY, cross_entropy
 
 ROWS, LENGTH = 4, 8
@@ -125,7 +125,7 @@ def test_model_of_another_kind_equals_itself_unpipelined(name: str) -> None:
     module = kind(kind.config_class(**family.options)).double().eval()
     batch = family.batch()
     schedule = fpipe.schedules.zb_h1(ranks=len(family.cuts) + 1, microbatches=2)
-    pipe = pipe_of(module, family.cuts, schedule=schedule, loss=family.loss, **family.tracing)
+    pipe = module_pipe(module, family.cuts, schedule=schedule, loss=family.loss, **family.tracing)
     loss = family.loss or (lambda output, _: output.loss)
     # Some compute in float32, whatever they are given.
     assert_equal_steps(

@@ -16,7 +16,7 @@ from tests.modules.helpers import (
     assert_equal_steps,
     by_microbatches,
     detached,
-    pipe_of,
+    module_pipe,
     squares,
     unpipelined,
 )
@@ -34,7 +34,7 @@ from tests.modules.models import CUTS, language_model, token_batch, token_loss
 def test_module_equals_itself_unpipelined(schedule: Schedule, remat: Any) -> None:
     module = language_model()
     params, batch = detached(module), token_batch(9)
-    pipe = pipe_of(module, CUTS, schedule=schedule, loss=None, remat=remat)
+    pipe = module_pipe(module, CUTS, schedule=schedule, loss=None, remat=remat)
     assert_equal_steps(pipe.step(params, batch), unpipelined(module, params, batch))
     # Other numbers than the module's own: what is passed counts, and what it holds stays.
     held = detached(module)
@@ -52,7 +52,7 @@ def test_loss_of_output_and_batch() -> None:
     def loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
         return 2 * token_loss(output, batch)
 
-    pipe = pipe_of(module, "blocks.1", loss=loss)
+    pipe = module_pipe(module, "blocks.1", loss=loss)
     assert pipe.cuts == ("blocks.1",) and pipe.module is module
     got, expected = pipe.step(params, batch), unpipelined(module, params, batch)
     torch.testing.assert_close(got.loss, 2 * expected.loss)
@@ -64,7 +64,7 @@ def test_loss_of_output_and_batch() -> None:
 
 def test_another_schedule_keeps_the_cuts() -> None:
     module = language_model()
-    pipe = pipe_of(module, "blocks.1", loss=None)
+    pipe = module_pipe(module, "blocks.1", loss=None)
     other = pipe.with_schedule(fpipe.schedules.zb_h1(ranks=2, microbatches=3))
     assert isinstance(other, fpipe.ModulePipeline) and other.cuts == pipe.cuts
     with pytest.raises(fpipe.StageError, match=r"cuts has 1 names, which make 2 stages.* has 4"):
@@ -85,7 +85,7 @@ class Lagging(nn.Module):
 @pytest.mark.parametrize(("name", "times"), [("twice", 2), ("never", 0)])
 def test_submodule_that_is_not_called_once_is_refused(name: str, times: int) -> None:
     module = Lagging()
-    pipe = pipe_of(module, name)
+    pipe = module_pipe(module, name)
     with pytest.raises(
         fpipe.StageError,
         match=rf"'{name}', which the forward of .* {times} times: .*fpipe\.cut in a forward hook",
@@ -142,7 +142,7 @@ class Splitting(Whole):
 def test_cuts_of_the_forward_itself() -> None:
     module = Splitting().double().eval()
     schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
-    pipe = pipe_of(module, fpipe.cut, schedule=schedule)
+    pipe = module_pipe(module, fpipe.cut, schedule=schedule)
     assert pipe.cuts is None
     params, batch = detached(module), {"x": torch.randn(6, 4, dtype=torch.float64)}
     assert_equal_steps(pipe.step(params, batch), by_microbatches(module, batch))
@@ -155,12 +155,12 @@ def test_cuts_of_the_forward_of_a_module_with_state_and_keys() -> None:
     options: Any = {"has_state": True, "has_key": True}
     batch, key = {"x": torch.randn(6, 4, dtype=torch.float64)}, fpipe.random.key(0)
     arguments = detached(module), state_of(module), batch, key
-    step = pipe_of(module, fpipe.cut, **options).step(*arguments)
-    named = pipe_of(whole, "first", **options)  # a little earlier
+    step = module_pipe(module, fpipe.cut, **options).step(*arguments)
+    named = module_pipe(whole, "first", **options)  # a little earlier
     torch.testing.assert_close(step, named.step(*arguments))
 
 
 def test_cuts_that_the_forward_does_not_make_are_refused() -> None:
-    pipe = pipe_of(nn.Linear(4, 4), fpipe.cut)
+    pipe = module_pipe(nn.Linear(4, 4), fpipe.cut)
     with pytest.raises(fpipe.StageError, match=r"Linear executes 0 cuts, .* place fpipe.cut\(x\)"):
         pipe.step(detached(nn.Linear(4, 4)), {"input": torch.ones(4, 4)})

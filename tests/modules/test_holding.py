@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe import schedules
-from tests.modules.helpers import detached, pipe_of, squares
+from tests.modules.helpers import detached, module_pipe, squares
 
 ROWS = 1024
 
@@ -63,7 +63,7 @@ def estimated_and_held(
 ) -> list[tuple[int, int]]:
     """For each rank: what its stages are said to need, and parameters and peak of its program."""
     balance = fpipe.balance(module, schedule, batch, loss=squares, **options)
-    pipe = pipe_of(module, balance, schedule=schedule)
+    pipe = module_pipe(module, balance, schedule=schedule)
     pairs = []
     for rank, program in enumerate(pipe.programs(detached(module), batch)):
         shares = [stage for stage in balance.stages if stage.rank == rank]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from tests.modules.helpers import assert_equal_steps, detached, pipe_of, unpipelined
+from tests.modules.helpers import assert_equal_steps, detached, module_pipe, unpipelined
 from tests.modules.hugging_face import (
     ARCHITECTURES,
     LENGTH,
@@ -38,7 +38,7 @@ def test_the_loss_of_the_model_itself() -> None:
     module = build("bert", 2)
     params, batch = detached(module), batch_of("bert")
     schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=3)
-    pipe = pipe_of(module, "bert.encoder.layer.0", schedule=schedule, loss=None)
+    pipe = module_pipe(module, "bert.encoder.layer.0", schedule=schedule, loss=None)
     expected = unpipelined(module, params, batch, lambda output, _: output.loss)
     assert_equal_steps(pipe.step(params, batch), expected)
 
@@ -54,7 +54,7 @@ def test_model_that_checkpoints_its_layers() -> None:
     for use_reentrant in (None, True, False):
         if use_reentrant is not None:
             module.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        pipe = pipe_of(module, "model.layers.0", schedule=schedule, loss=cross_entropy)
+        pipe = module_pipe(module, "model.layers.0", schedule=schedule, loss=cross_entropy)
         assert_equal_steps(pipe.step(params, batch), expected)
         held.append([program.peak_bytes for program in pipe.programs(params, batch)])
     before, *others = held
@@ -66,7 +66,7 @@ def test_model_may_look_at_the_positions_that_it_makes() -> None:
     module.config.use_cache = False  # it then looks whether several texts are packed into a row
     params, batch = detached(module), batch_of("llama")
     schedule = fpipe.schedules.gpipe(ranks=2, microbatches=1)
-    pipe = pipe_of(module, None, schedule=schedule, loss=cross_entropy, stages=2, example=batch)
+    pipe = module_pipe(module, None, schedule=schedule, loss=cross_entropy, stages=2, example=batch)
     assert_equal_steps(pipe.step(params, batch), unpipelined(module, params, batch, cross_entropy))
 
 
@@ -80,7 +80,7 @@ def padded_batch() -> tuple[dict[str, Tensor], Tensor]:
 def test_padding_mask_is_refused_with_the_place_and_the_way_round() -> None:
     module = build("llama", 2)
     batch, present = padded_batch()
-    pipe = pipe_of(
+    pipe = module_pipe(
         module,
         "model.layers.0",
         schedule=fpipe.schedules.zb_h1(ranks=2, microbatches=5),
@@ -117,7 +117,7 @@ def test_ways_round_the_padding_mask(name: str, way: str) -> None:
     if way == "four dimensions":
         causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
         mask = causal & present[:, None, None, :]
-    pipe = pipe_of(
+    pipe = module_pipe(
         module,
         ARCHITECTURES[name].cuts(2),
         schedule=fpipe.schedules.zb_h1(ranks=2, microbatches=5),
@@ -145,7 +145,7 @@ def test_cuts_are_chosen_beside_a_padding_mask(is_compiling: bool | None) -> Non
 def test_experts_that_cannot_be_traced_are_refused_with_the_way_round() -> None:
     module: Any = build("mixtral", 2)
     module.set_experts_implementation("grouped_mm")
-    pipe = pipe_of(
+    pipe = module_pipe(
         module,
         "model.layers.0",
         schedule=fpipe.schedules.gpipe(ranks=2, microbatches=1),

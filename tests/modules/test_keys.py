@@ -22,7 +22,7 @@ from fpipe.random.distributions import middles, normal_doubles, perturbed
 from fpipe.random.torch_draws import KEYED
 from tests.models import assert_identical, assert_same
 from tests.modules.dropping import CUTS, dropping_batch, dropping_module
-from tests.modules.helpers import by_microbatches, detached, pipe_of, squares, total
+from tests.modules.helpers import by_microbatches, detached, module_pipe, squares, total
 
 KEY = random.key(3)
 FOUR = schedules.one_f_one_b(ranks=4, microbatches=4)
@@ -33,8 +33,8 @@ def test_same_numbers_on_every_schedule_and_remat_policy() -> None:
     params = detached(module)
     expected = by_microbatches(module, batch, 4, key=KEY)
     two_ranks = schedules.zb_h1(ranks=2, microbatches=4)
-    two = pipe_of(module, CUTS[1:2], schedule=two_ranks, has_key=True, remat="full")
-    four = pipe_of(module, CUTS, schedule=FOUR, has_key=True)
+    two = module_pipe(module, CUTS[1:2], schedule=two_ranks, has_key=True, remat="full")
+    four = module_pipe(module, CUTS, schedule=FOUR, has_key=True)
     for pipe in (two, four, four.with_schedule(schedules.zbv(ranks=2, microbatches=4))):
         assert_same(tuple(pipe.step(params, batch, KEY)), tuple(expected))
     assert_identical(pipe.step(params, batch, KEY), pipe.step(params, batch, KEY))
@@ -72,7 +72,7 @@ def test_numbers_are_drawn_again_by_those_microbatches_that_keep_nothing() -> No
     calls = {}
     for remat in ("none", "full", "except_last"):
         draws = Draws()
-        pipe = pipe_of(
+        pipe = module_pipe(
             module,
             "1",
             schedule=schedules.one_f_one_b(ranks=2, microbatches=4),
@@ -102,7 +102,7 @@ def test_compiled_module_draws_the_same_numbers() -> None:
 
 def test_layers_that_draw_are_traced_once() -> None:
     """A number of the draw in the graph, instead of a key that comes in, would tell them apart."""
-    pipe = pipe_of(dropping_module(), CUTS, schedule=FOUR, has_key=True)
+    pipe = module_pipe(dropping_module(), CUTS, schedule=FOUR, has_key=True)
     programs = pipe.programs(detached(pipe.module), dropping_batch())
     calls = [
         [i.call for i in p.instructions if isinstance(i, Compute) and i.action.op == fpipe.Op.F]
@@ -123,7 +123,7 @@ def test_without_a_key_a_draw_is_kept_and_never_repeated() -> None:
             return F.dropout(x * self.weight, 0.5)
 
     module = Masked()
-    pipe = pipe_of(
+    pipe = module_pipe(
         nn.Sequential(module, nn.Identity()),
         "0",
         schedule=schedules.zb_h1(ranks=2, microbatches=2),
@@ -240,7 +240,7 @@ class Leaky(nn.Module):
 def test_module_that_draws_in_other_ways(schedule: str, kind: Any) -> None:
     """Integers, and slopes, which were refused."""
     module, batch = kind().double(), {"x": torch.randn(6, 4, dtype=torch.float64)}
-    pipe = pipe_of(
+    pipe = module_pipe(
         module,
         "first",
         schedule=schedules.get(schedule, ranks=2, microbatches=2),
@@ -317,7 +317,9 @@ class Attending(nn.Module):
 
 def test_attention_without_dropout_needs_no_key() -> None:
     module, batch = Attending(), {"x": torch.randn(6, 4)}
-    pipe = pipe_of(module, "first", schedule=schedules.zb_h1(ranks=2, microbatches=1), has_key=True)
+    pipe = module_pipe(
+        module, "first", schedule=schedules.zb_h1(ranks=2, microbatches=1), has_key=True
+    )
     loss, _ = pipe.step(detached(module), batch, KEY)
     with keyed(random.fold_in(KEY, 0)):
         assert_same(loss, squares(module(**batch), batch).detach(), 1e-5)
@@ -336,7 +338,7 @@ class Counting(nn.Module):
 
 def test_ops_without_a_key_are_refused() -> None:
     module, x = Counting(), torch.ones(4, 3)
-    pipe = pipe_of(nn.Sequential(module, nn.Identity()), "0", has_key=True)
+    pipe = module_pipe(nn.Sequential(module, nn.Identity()), "0", has_key=True)
     params = {f"0.{name}": value for name, value in detached(module).items()}
     rule = r"draws with aten.poisson.default, for which there is no function of a key"
     with pytest.raises(fpipe.StageError, match="Sequential " + rule):
@@ -442,13 +444,13 @@ def test_a_pipeline_within_keyed_draws_as_it_does_outside() -> None:
 
     module, batch = small_module(), {"input": torch.ones(6, 3).double()}
     params = detached(module)
-    pipe, other = (pipe_of(module, "1", has_key=True) for _ in range(2))
+    pipe, other = (module_pipe(module, "1", has_key=True) for _ in range(2))
     for seed in (1, 2):
         key = random.key(seed)
         with keyed(KEY):
             step = pipe.step(params, batch, key)
         assert_identical(step, other.step(params, batch, key))
-    pipe = pipe_of(module, "1")
+    pipe = module_pipe(module, "1")
     with pytest.raises(fpipe.FpipeError, match=r"called within fpipe\.nn\.keyed"), keyed(KEY):
         pipe.step(params, batch)
     first, second = (pipe.step(params, batch).loss for _ in range(2))

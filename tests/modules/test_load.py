@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fpipe
 from fpipe.checkpoint import checkpoint_files
 from fpipe.checkpoint.checkpoint_files import DistributedDirectory, SafetensorsFiles, Source
-from tests.modules.helpers import ONE, detached, pipe_of, unpipelined, write_distributed
+from tests.modules.helpers import ONE, detached, module_pipe, unpipelined, write_distributed
 from tests.modules.hugging_face import build
 from tests.modules.models import LanguageModel, language_model, token_batch
 
@@ -55,7 +55,7 @@ WRITERS = [write_params, write_listed, write_indexed, write_distributed]
 
 def language_pipe(module: nn.Module) -> fpipe.ModulePipeline:
     """A pipeline of a language model, with its own loss."""
-    return pipe_of(module, "blocks.1", loss=None)
+    return module_pipe(module, "blocks.1", loss=None)
 
 
 def without_weights() -> nn.Module:
@@ -88,7 +88,7 @@ def test_tied_weights_of_hugging_face_come_by_either_name(tmp_path: Path) -> Non
     assert len(set(stored.values())) > 1
     saved = detached(module)
     assert len(stored.keys() & {"lm_head.weight", "transformer.wte.weight"}) == 1
-    pipe = pipe_of(module, "transformer.h.0", loss=None)
+    pipe = module_pipe(module, "transformer.h.0", loss=None)
     loaded = pipe.load(tmp_path)
     assert all(torch.equal(loaded[name], value) for name, value in saved.items())
     # The other one.
@@ -186,7 +186,7 @@ def test_buffers_in_a_checkpoint_of_parameters_are_passed_over(tmp_path: Path) -
     """state_dict has the buffers of a submodule with two names under both."""
     shared = nn.BatchNorm1d(4)
     module = nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 4), shared).eval()
-    pipe = pipe_of(module, [], schedule=ONE)
+    pipe = module_pipe(module, [], schedule=ONE)
     state = {name: value.clone() for name, value in module.state_dict().items()}
     save_file(state, tmp_path / "model.safetensors")
     assert pipe.load(tmp_path).keys() == dict(module.named_parameters()).keys()
@@ -310,7 +310,7 @@ def test_tied_parameter_that_the_checkpoint_has_untied_is_refused(tmp_path: Path
     saved = detached(module)
     table = saved["transformer.wte.weight"]
     path = tmp_path / "model.safetensors"
-    pipe = pipe_of(module, "transformer.h.0", loss=None)
+    pipe = module_pipe(module, "transformer.h.0", loss=None)
     save_file(saved | {"lm_head.weight": table.clone()}, path)
     assert torch.equal(pipe.load(path)["transformer.wte.weight"], table)
     broken = table.clone()
@@ -373,7 +373,7 @@ def test_init_fn_makes_what_a_checkpoint_lacks(
     save_file(detached(base), tmp_path / "base.safetensors")
     with torch.device("meta"):
         module = nn.Sequential(Adapted(4), Adapted(4))
-    pipe = pipe_of(module, "0", schedule=SCHEDULE)
+    pipe = module_pipe(module, "0", schedule=SCHEDULE)
     with pytest.raises(fpipe.BatchError, match=r"lacks '0.down', .*such as adapters, init_fn="):
         pipe.load(tmp_path / "base.safetensors")
     with caplog.at_level("INFO", "fpipe"):

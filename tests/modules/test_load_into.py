@@ -13,7 +13,7 @@ from tests.modules.helpers import (
     assert_equal_steps,
     detached,
     linears,
-    pipe_of,
+    module_pipe,
 )
 from tests.modules.models import language_model, token_batch
 
@@ -21,7 +21,7 @@ from tests.modules.models import language_model, token_batch
 def test_trained_parameters_go_back_into_a_module() -> None:
     module, target = language_model(), language_model()
     params, batch = detached(module), token_batch(8)
-    pipe = pipe_of(module, "blocks.1", loss=None)
+    pipe = module_pipe(module, "blocks.1", loss=None)
     losses = []
     for _ in range(3):
         loss, grads = pipe.step(params, batch)
@@ -37,7 +37,7 @@ def test_trained_parameters_go_back_into_a_module() -> None:
 def test_parameters_are_loaded_in_each_other_s_places() -> None:
     """load_into once overwrote the second parameter before it read it."""
     module = linears()
-    pipe = pipe_of(module, "0")
+    pipe = module_pipe(module, "0")
     held, before = dict(module.named_parameters()), detached(module)
     swapped = {"0.weight": "1.weight", "1.weight": "0.weight"}
     pipe.load_into(module, {name: held[swapped.get(name, name)] for name in held})
@@ -48,7 +48,7 @@ def test_parameters_are_loaded_in_each_other_s_places() -> None:
 def test_nothing_is_copied_where_a_part_has_no_data() -> None:
     """After a step, load_into once found a tensor without data when half was copied."""
     module = linears()
-    pipe = pipe_of(module, "0")
+    pipe = module_pipe(module, "0")
     params = detached(module)
     pipe.step(params, {"input": torch.ones(4, 3)})
     part = {name: p + 1 if name[0] == "0" else p.to("meta") for name, p in params.items()}
@@ -66,7 +66,7 @@ def test_nothing_is_copied_where_a_part_has_no_data() -> None:
 )
 def test_nothing_is_copied_where_the_state_cannot_be(wrong: Any, message: str) -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    pipe = pipe_of(module, "0", has_state=True)
+    pipe = module_pipe(module, "0", has_state=True)
     params = detached(module)
     state = fpipe.pytree.tree_map(lambda value: value.to(**wrong), fpipe.nn.state_of(module))
     with pytest.raises(fpipe.BatchError, match=message):
@@ -94,12 +94,12 @@ def test_nothing_is_copied_where_the_state_cannot_be(wrong: Any, message: str) -
 def test_params_that_do_not_fit_are_refused(change: Any, message: str) -> None:
     module = linears()
     with pytest.raises(fpipe.BatchError, match=message):
-        pipe_of(module, "0").load_into(module, change(detached(module)))
+        module_pipe(module, "0").load_into(module, change(detached(module)))
 
 
 def test_modules_that_do_not_fit_are_refused() -> None:
     module = linears()
-    pipe, params = pipe_of(module, "0"), detached(module)
+    pipe, params = module_pipe(module, "0"), detached(module)
     with pytest.raises(fpipe.BatchError, match=r"module is a dict: pass the torch.nn.Module"):
         pipe.load_into(params, module)  # type: ignore[arg-type]
     with pytest.raises(fpipe.BatchError, match=r"'0.weight' of Seq.* meta device.*anew"):

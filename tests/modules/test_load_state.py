@@ -16,7 +16,7 @@ from fpipe import pytree
 from fpipe.nn import BatchStats, buffers_of, state_of
 from tests import state_model
 from tests.models import assert_identical, assert_same
-from tests.modules.helpers import detached, pipe_of, squares
+from tests.modules.helpers import detached, module_pipe, squares
 from tests.modules.normed import (
     CUTS,
     WRITERS,
@@ -33,7 +33,7 @@ SCHEDULE = fpipe.schedules.zbv(ranks=2, microbatches=4)
 
 def normed_pipe(module: nn.Module, **options: Any) -> fpipe.ModulePipeline:
     """A pipeline of a `Normed`."""
-    return pipe_of(module, CUTS, schedule=SCHEDULE, **options)
+    return module_pipe(module, CUTS, schedule=SCHEDULE, **options)
 
 
 @pytest.mark.parametrize("write", WRITERS)

@@ -61,7 +61,7 @@ def test_module_without_weights_steps_as_the_one_with(
 
 def test_tensors_without_data_are_refused_by_a_step() -> None:
     module, batch = build("gpt2", 2), batch_of("gpt2", rows=4)
-    pipe = pipe_of(module, "transformer.h.0", schedule=SCHEDULE, loss=cross_entropy)
+    pipe = module_pipe(module, "transformer.h.0", schedule=SCHEDULE, loss=cross_entropy)
     params = detached(module)
     with pytest.raises(
         fpipe.BatchError, match=r"params\['transformer.wpe.weight'\] lies on the meta.*prog"
@@ -131,20 +131,22 @@ def test_buffer_is_made_by_the_module_and_nothing_else_is_touched(
 ) -> None:
     seeds: list[int] = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
-    expected = step_of(pipe_of(Scaled(), "first"))
+    expected = step_of(module_pipe(Scaled(), "first"))
     module = Resets()
     weight = module.first.weight.detach().clone()
     module.scale = module.scale.to("meta")
-    assert torch.equal(step_of(pipe_of(module, "first")), expected)
+    assert torch.equal(step_of(module_pipe(module, "first")), expected)
     assert module.scale.is_meta and torch.equal(module.first.weight, weight)
     draws, drawn = Draws().to("meta"), torch.get_rng_state()
     with pytest.raises(fpipe.StageError, match=r"'scale' of Draws lies on the meta"):
-        pipe_of(draws, "first")
+        module_pipe(draws, "first")
     assert torch.equal(torch.get_rng_state(), drawn) and not seeds
     buffers = {"scale": torch.arange(3.0)}
-    assert torch.equal(step_of(pipe_of(Scaled().to("meta"), "first", buffers=buffers)), expected)
+    assert torch.equal(
+        step_of(module_pipe(Scaled().to("meta"), "first", buffers=buffers)), expected
+    )
     # Those that are given take the place of those that have numbers too.
-    assert step_of(pipe_of(Scaled(), "first", buffers={"scale": torch.zeros(3)})) != expected
+    assert step_of(module_pipe(Scaled(), "first", buffers={"scale": torch.zeros(3)})) != expected
 
 
 @pytest.mark.parametrize("kind", [Scaled, AddsUp, Kept, Draws])
@@ -153,7 +155,7 @@ def test_buffer_that_nobody_makes_is_refused(kind: type[Scaled]) -> None:
     with pytest.raises(
         fpipe.StageError, match=rf"the buffer 'scale' of {kind.__name__} lies on the meta.*buffers="
     ):
-        pipe_of(module, "first")
+        module_pipe(module, "first")
 
 
 def test_state_has_the_numbers_that_buffers_lack() -> None:
@@ -163,7 +165,9 @@ def test_state_has_the_numbers_that_buffers_lack() -> None:
         shapes = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     params, state = detached(module), fpipe.nn.state_of(module)
     batch = {"input": torch.randn(6, 3).double()}
-    steps = [pipe_of(built, "1", schedule=SCHEDULE, has_state=True) for built in (module, shapes)]
+    steps = [
+        module_pipe(built, "1", schedule=SCHEDULE, has_state=True) for built in (module, shapes)
+    ]
     expected, got = (pipe.step(params, state, batch) for pipe in steps)
     torch.testing.assert_close(got.grads, expected.grads, rtol=0, atol=0)
     assert torch.equal(got.state["1"].var, expected.state["1"].var)
@@ -175,10 +179,10 @@ def test_state_has_the_numbers_that_buffers_lack() -> None:
 
 def test_wrong_buffers_are_refused() -> None:
     with pytest.raises(fpipe.StageError, match=r"buffers names 'scales', which is no buffer of Sc"):
-        pipe_of(Scaled(), "first", buffers={"scales": torch.ones(3)})
+        module_pipe(Scaled(), "first", buffers={"scales": torch.ones(3)})
     for wrong in (torch.ones(2), torch.ones(3, device="meta"), 3.0):
         with pytest.raises(fpipe.StageError, match=r"buffers\['scale'\] must be a tensor of shape"):
-            pipe_of(Scaled(), "first", buffers={"scale": wrong})
+            module_pipe(Scaled(), "first", buffers={"scale": wrong})
 
 
 @pytest.mark.examples

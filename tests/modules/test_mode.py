@@ -16,7 +16,7 @@ from tests.modules.helpers import (
     by_microbatches,
     detached,
     linears,
-    pipe_of,
+    module_pipe,
     steps_traced,
     total,
 )
@@ -36,7 +36,7 @@ def test_the_mode_of_the_module_is_that_of_the_call(caplog: pytest.LogCaptureFix
     """
     module = nn.Sequential(nn.Linear(2, 2), Louder()).double()
     params, batch = detached(module), {"input": torch.ones(4, 2, dtype=torch.float64)}
-    pipe = pipe_of(module, "0", loss=total)
+    pipe = module_pipe(module, "0", loss=total)
     ensemble = fpipe.vmap(pipe)
     both = {name: torch.stack([value, value]) for name, value in params.items()}
     with caplog.at_level(logging.INFO, logger="fpipe"):
@@ -69,7 +69,7 @@ def test_submodules_are_those_of_the_call(caplog: pytest.LogCaptureFixture) -> N
     inner = nn.Sequential(nn.Linear(2, 2), leaky)
     module = nn.Sequential(nn.Linear(2, 2), tanh, inner, tanh).double()
     params, batch = detached(module), {"input": torch.ones(4, 2, dtype=torch.float64)}
-    pipe = pipe_of(module, "0", loss=total)
+    pipe = module_pipe(module, "0", loss=total)
 
     def slope(value: float) -> None:
         leaky.negative_slope = value
@@ -110,7 +110,7 @@ class Renewing(nn.Module):
 def test_submodules_that_a_forward_replaces_are_no_change(caplog: pytest.LogCaptureFixture) -> None:
     module = Renewing().double()
     batch = {"input": torch.ones(4, 2, dtype=torch.float64)}
-    pipe = pipe_of(module, "linear", loss=total)
+    pipe = module_pipe(module, "linear", loss=total)
     with caplog.at_level(logging.INFO, logger="fpipe"):
         for _ in range(3):
             module(**batch)
@@ -136,7 +136,7 @@ def test_buffers_and_dropout_are_those_of_the_call() -> None:
     linear, scaling = module
     assert isinstance(scaling, Scaling) and isinstance(scaling.dropout, nn.Dropout)
     params, batch = detached(module), {"input": torch.ones(4, 2, dtype=torch.float64)}
-    pipe = pipe_of(module, "0", loss=total)
+    pipe = module_pipe(module, "0", loss=total)
 
     def check(factor: float) -> None:
         expected = factor * linear(batch["input"]).sum().detach() / 2
@@ -160,7 +160,7 @@ def test_buffers_that_are_replaced_again_and_again(caplog: pytest.LogCaptureFixt
     scaling = module[1]
     assert isinstance(scaling, Scaling)
     params, batch = detached(module), {"input": torch.ones(4, 2, dtype=torch.float64)}
-    pipe = pipe_of(module, "0", loss=total)
+    pipe = module_pipe(module, "0", loss=total)
     with caplog.at_level(logging.WARNING, "fpipe"):
         for _ in range(10):
             pipe.value(params, batch)
@@ -180,7 +180,7 @@ def test_equal_buffers_are_written_to_apart() -> None:
     """A trace once merged buffers of one number that were equal."""
     module = nn.Sequential(Scaling(), Scaling()).double()
     batch = {"input": torch.ones(4, 2, dtype=torch.float64)}
-    pipe = pipe_of(module, "0", loss=lambda y, _: y.mean())
+    pipe = module_pipe(module, "0", loss=lambda y, _: y.mean())
     for index, factor in ((0, 2.0), (1, 6.0)):
         scaling = module[index]
         assert isinstance(scaling, Scaling)
@@ -192,7 +192,7 @@ def test_hooks_are_those_of_the_call(caplog: pytest.LogCaptureFixture) -> None:
     """Hooks registered after the trace once did not run, and removed ones did."""
     module = nn.Sequential(nn.Linear(2, 2), Louder()).double()
     params, batch = detached(module), {"input": torch.ones(4, 2, dtype=torch.float64)}
-    pipe = pipe_of(module, "0", loss=total)
+    pipe = module_pipe(module, "0", loss=total)
 
     def double(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return output * 2
@@ -224,7 +224,7 @@ def test_backward_hooks_of_modules_count_at_each_call() -> None:
     def doubled(grads: Any) -> Any:
         return (grads[0] * 2,)
 
-    pipe = pipe_of(module, "0", loss=mean)
+    pipe = module_pipe(module, "0", loss=mean)
     batch = {"input": torch.ones(2, 3).double()}
     expected = pipe.step(detached(module), batch)
     for register in (
@@ -240,7 +240,7 @@ def test_backward_hooks_of_modules_count_at_each_call() -> None:
 
 def test_hooks_on_gradients_that_come_later_are_refused() -> None:
     module = linears()
-    pipe = pipe_of(module, "0", loss=lambda output, _: output.mean())
+    pipe = module_pipe(module, "0", loss=lambda output, _: output.mean())
     batch = {"input": torch.ones(2, 3)}
     expected = pipe.step(detached(module), batch)
     weight = module.get_parameter("1.weight")

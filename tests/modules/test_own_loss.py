@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe import losses
-from tests.modules.helpers import assert_equal_steps, detached, pipe_of, unpipelined
+from tests.modules.helpers import assert_equal_steps, detached, module_pipe, unpipelined
 from tests.modules.hugging_face import ARCHITECTURES, LIBRARY, batch_of, build
 
 ROWS, LENGTH, CLASSES = 9, 6, 5
@@ -38,7 +38,7 @@ def test_a_hugging_face_model_whose_labels_are_ignored_unevenly(
     module, batch = build(name, 2), batch_of(name, ROWS)
     batch["labels"] = uneven(batch["labels"])
     schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=microbatches)
-    pipe = pipe_of(module, ARCHITECTURES[name].cuts(2), schedule=schedule, loss=None)
+    pipe = module_pipe(module, ARCHITECTURES[name].cuts(2), schedule=schedule, loss=None)
     expected = unpipelined(module, detached(module), batch, own)
     # Some of these models compute their loss in float32.
     assert_equal_steps(pipe.step(detached(module), batch), expected, 1e-6, 1e-6)
@@ -85,7 +85,7 @@ def test_means_over_labels_that_count(kind: str, microbatches: int) -> None:
     batch, make = tagged()
     module = make(EXACT[kind])
     schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=microbatches)
-    pipe = pipe_of(module, "first", schedule=schedule, loss=None)
+    pipe = module_pipe(module, "first", schedule=schedule, loss=None)
     expected = unpipelined(module, detached(module), batch)
     assert_equal_steps(pipe.step(detached(module), batch), expected, 1e-5, 1e-6)
 
@@ -102,8 +102,8 @@ def test_other_means_are_over_rows(measure: Any) -> None:
     batch, make = tagged()
     module = make(measure)
     schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=4)  # of 3, 2, 2 and 2 rows
-    pipe = pipe_of(module, "first", schedule=schedule, loss=None)
-    explicit = pipe_of(module, "first", schedule=schedule, loss=lambda out, _: out["loss"])
+    pipe = module_pipe(module, "first", schedule=schedule, loss=None)
+    explicit = module_pipe(module, "first", schedule=schedule, loss=lambda out, _: out["loss"])
     expected = explicit.step(detached(module), batch)
     assert_equal_steps(pipe.step(detached(module), batch), expected, 1e-5, 1e-6)
 
@@ -113,7 +113,7 @@ def test_rows_that_lie_along_another_dimension_weigh_too() -> None:
     module = make(lambda x, y: x.square().mean())
     turned = {"x": batch["x"].transpose(0, 1), "labels": batch["labels"].T}
     schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=4)
-    pipe = pipe_of(module, "first", schedule=schedule, loss=None, in_dims=1)
+    pipe = module_pipe(module, "first", schedule=schedule, loss=None, in_dims=1)
     expected = unpipelined(module, detached(module), batch)
     assert_equal_steps(pipe.step(detached(module), turned), expected, 1e-5, 1e-6)
 
@@ -124,7 +124,7 @@ def test_half_precision_adds_up_in_float32() -> None:
     batch["x"] = batch["x"].half()
     batch["labels"] = torch.zeros_like(batch["labels"])
     module.last.bias.data[0] = -30000  # torch's own mean of them is infinite
-    pipe = pipe_of(module, "first", loss=None)
+    pipe = module_pipe(module, "first", loss=None)
     loss = pipe.value(detached(module), batch)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(30000, rel=1e-3)
@@ -138,9 +138,9 @@ def test_a_sum_is_refused_and_taken_as_one() -> None:
     ):
         module = make(measure)
         with pytest.raises(fpipe.StageError, match=r'of Tagger is a sum.*reduction="sum"'):
-            pipe_of(module, "first", loss=None).step(detached(module), batch)
+            module_pipe(module, "first", loss=None).step(detached(module), batch)
     module = make(lambda x, y: F.cross_entropy(x, y, reduction="sum"))
-    pipe = pipe_of(module, "first", loss=None, reduction="sum")
+    pipe = module_pipe(module, "first", loss=None, reduction="sum")
     expected = unpipelined(module, detached(module), batch)
     assert_equal_steps(pipe.step(detached(module), batch), expected, 1e-5, 1e-6)
 
@@ -152,7 +152,7 @@ def test_several_means_are_refused_with_what_to_write() -> None:
         fpipe.StageError,
         match=r"made of 2 means over labels.*output\.loss.*fpipe\.losses\.causal_lm",
     ):
-        pipe_of(module, "first", loss=None).step(detached(module), batch)
+        module_pipe(module, "first", loss=None).step(detached(module), batch)
 
 
 def test_the_number_of_items_is_refused_and_taken_with_sums() -> None:
@@ -161,10 +161,10 @@ def test_the_number_of_items_is_refused_and_taken_with_sums() -> None:
     count = (batch["labels"][:, 1:] != -100).sum()
     counted = batch | {"num_items_in_batch": count}
     dims = dict.fromkeys(batch, 0) | {"num_items_in_batch": None}
-    pipe = pipe_of(module, "model.layers.0", loss=None, in_dims=dims)
+    pipe = module_pipe(module, "model.layers.0", loss=None, in_dims=dims)
     with pytest.raises(fpipe.StageError, match=r"'num_items_in_batch'.*leave it out"):
         pipe.step(detached(module), counted)
-    summed = pipe_of(module, "model.layers.0", loss=None, in_dims=dims, reduction="sum")
+    summed = module_pipe(module, "model.layers.0", loss=None, in_dims=dims, reduction="sum")
     expected = unpipelined(module, detached(module), batch, own)
     assert_equal_steps(summed.step(detached(module), counted), expected, 1e-6, 1e-6)
 
@@ -178,7 +178,7 @@ def test_losses_are_those_of_hugging_face(name: str, loss: Any) -> None:
     total, weight = loss(output := module(**batch), batch)
     torch.testing.assert_close((total / weight).float(), output.loss.float())
     torch.testing.assert_close(loss(output.logits, batch)[0], total)
-    pipe = pipe_of(module, ARCHITECTURES[name].cuts(2), loss=loss, reduction="weighted")
+    pipe = module_pipe(module, ARCHITECTURES[name].cuts(2), loss=loss, reduction="weighted")
     expected = unpipelined(module, detached(module), batch, own)
     expected = expected._replace(loss=expected.loss.to(total.dtype))
     assert_equal_steps(pipe.step(detached(module), batch), expected, 1e-6, 1e-6)
@@ -205,7 +205,7 @@ def test_a_question_answered_by_two_places() -> None:
         "end_positions": places,
     }
     with pytest.raises(fpipe.StageError, match="made of 2 means over labels"):
-        pipe_of(module, "bert.encoder.layer.0", loss=None).step(detached(module), batch)
-    pipe = pipe_of(module, "bert.encoder.layer.0", loss=own)
+        module_pipe(module, "bert.encoder.layer.0", loss=None).step(detached(module), batch)
+    pipe = module_pipe(module, "bert.encoder.layer.0", loss=own)
     expected = unpipelined(module, detached(module), batch, own)
     assert_equal_steps(pipe.step(detached(module), batch), expected, 1e-5, 1e-6)

@@ -18,7 +18,7 @@ from tests.modules.helpers import (
     ONE,
     detached,
     linears,
-    pipe_of,
+    module_pipe,
     squares,
 )
 from tests.modules.models import language_model, token_batch
@@ -93,12 +93,12 @@ def test_wrappers_and_hooks_that_a_step_would_ignore_are_refused(
     make: Callable[[], nn.Module], message: str
 ) -> None:
     with pytest.raises(fpipe.StageError, match=message):
-        pipe_of(make(), "0")
+        module_pipe(make(), "0")
 
 
 def test_changing_buffers_are_refused_by_name_and_fixed_ones_are_constants() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-    pipe = pipe_of(module, "0")
+    pipe = module_pipe(module, "0")
     params = detached(module)
     batch = {"input": torch.randn(6, 3, dtype=torch.float64)}
     with pytest.raises(fpipe.StageError, match=r"module\.1\.num_batches_tracked.*module\.eval\(\)"):
@@ -120,7 +120,7 @@ class Branching(nn.Module):
 
 def test_branch_on_data_is_refused_with_its_place() -> None:
     module = Branching()
-    pipe = pipe_of(module, [], schedule=ONE)
+    pipe = module_pipe(module, [], schedule=ONE)
     batch = {"x": torch.ones(4, 3), "mask": torch.ones(4, dtype=torch.bool)}
     with pytest.raises(
         fpipe.StageError,
@@ -132,7 +132,7 @@ def test_branch_on_data_is_refused_with_its_place() -> None:
 def test_loss_that_does_not_take_the_batch_is_refused() -> None:
     """The error was torch's alone, as if the model were at fault."""
     module = linears()
-    pipe = pipe_of(module, "0", loss=nn.CrossEntropyLoss())
+    pipe = module_pipe(module, "0", loss=nn.CrossEntropyLoss())
     with pytest.raises(
         fpipe.StageError, match=r"not dict \(it is called as loss\(output, batch\), with what the"
     ):
@@ -160,7 +160,7 @@ class ByPosition(nn.Linear):
 def test_batch_that_does_not_suit_the_forward_is_refused(
     module: nn.Module, name: str, loss: Any, message: str
 ) -> None:
-    pipe = pipe_of(module, [], schedule=ONE, loss=loss)
+    pipe = module_pipe(module, [], schedule=ONE, loss=loss)
     with pytest.raises(fpipe.BatchError, match=message):
         pipe.step(detached(module), {name: torch.ones(4, 3), "y": torch.ones(4, 3)})
 
@@ -168,14 +168,14 @@ def test_batch_that_does_not_suit_the_forward_is_refused(
 def test_type_error_within_the_forward_is_not_blamed_on_the_batch() -> None:
     module = nn.Linear(3, 3)
     module.register_forward_pre_hook(lambda *_: len(3))  # type: ignore[arg-type]
-    pipe = pipe_of(module, [], schedule=ONE)
+    pipe = module_pipe(module, [], schedule=ONE)
     with pytest.raises(fpipe.StageError, match=r"cannot be traced .* has no len"):
         pipe.step(detached(module), {"input": torch.ones(4, 3)})
 
 
 def test_wrong_params_and_batches_are_refused() -> None:
     module = language_model()
-    pipe = pipe_of(module, "blocks.1", loss=None)
+    pipe = module_pipe(module, "blocks.1", loss=None)
     params, batch = detached(module), token_batch()
     with pytest.raises(fpipe.BatchError, match=r"params is a list: .*named_parameters"):
         pipe.step(list(params.values()), batch)
@@ -198,7 +198,7 @@ def test_wrong_params_and_batches_are_refused() -> None:
 
 def test_parameters_of_other_shapes_are_refused_by_name() -> None:
     module = linears()
-    pipe = pipe_of(module, "0", loss=mean)
+    pipe = module_pipe(module, "0", loss=mean)
     params = {**detached(module), "1.bias": torch.ones(2)}
     with pytest.raises(fpipe.StageError, match=r"'1.bias' has shape \(2,\) in place of \(3,\)"):
         pipe.step(params, {"input": torch.ones(2, 3)})
@@ -206,7 +206,7 @@ def test_parameters_of_other_shapes_are_refused_by_name() -> None:
 
 def test_parameters_that_were_tied_later_are_refused() -> None:
     module = linears()
-    pipe = pipe_of(module, "0", loss=mean)
+    pipe = module_pipe(module, "0", loss=mean)
     module[1].weight = module[0].weight
     with pytest.raises(fpipe.BatchError, match=r"lacks '1.weight' .* make the pipeline anew"):
         pipe.step(detached(module), {"input": torch.ones(2, 3)})
@@ -214,7 +214,7 @@ def test_parameters_that_were_tied_later_are_refused() -> None:
 
 def test_an_embedding_that_renormalises_is_refused() -> None:
     module = nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 4))
-    pipe = pipe_of(module, "0", loss=mean)
+    pipe = module_pipe(module, "0", loss=mean)
     with pytest.raises(fpipe.StageError, match=r"an embedding with max_norm, .* after a step"):
         pipe.step(detached(module), {"input": torch.zeros(2, dtype=torch.int64)})
 
@@ -223,7 +223,7 @@ def test_look_at_data_in_a_layer_of_torch_is_refused_with_its_place() -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     module = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     batch = {"src": torch.ones(2, 3, 4), "mask": torch.zeros(3, 3)}
-    pipe = pipe_of(
+    pipe = module_pipe(
         module,
         "layers.0",
         schedule=fpipe.schedules.gpipe(ranks=2, microbatches=1),

@@ -18,7 +18,7 @@ from tests.modules.helpers import (
     by_microbatches,
     detached,
     linears,
-    pipe_of,
+    module_pipe,
     squares,
     unpipelined,
 )
@@ -45,7 +45,7 @@ def test_submodule_of_two_names_stays_as_it_is() -> None:
     params, batch = detached(module), {"x": torch.randn(4, 3, dtype=torch.float64)}
     held = dict(module.named_parameters())
     schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
-    step = pipe_of(module, "bridge", schedule=schedule).step(params, batch)
+    step = module_pipe(module, "bridge", schedule=schedule).step(params, batch)
     assert all(held[name] is tensor for name, tensor in module.named_parameters())
     assert_equal_steps(step, by_microbatches(module, batch))
 
@@ -71,7 +71,7 @@ class Averaging(nn.Module):
 def test_assignment_to_a_buffer_that_is_no_state_is_refused() -> None:
     module = Averaging()
     before = module.average
-    pipe = pipe_of(module, "first")
+    pipe = module_pipe(module, "first")
     with pytest.raises(
         fpipe.StageError, match=r"Averaging assigns to its buffer 'average' .*has_state=True"
     ):
@@ -83,7 +83,7 @@ def test_assignment_to_a_buffer_is_a_new_state() -> None:
     # It was lost: the state of a step was the one before.
     module = Averaging()
     params, x = detached(module), torch.randn(4, 3)
-    pipe = pipe_of(module, "first", has_state=True)
+    pipe = module_pipe(module, "first", has_state=True)
     state = pipe.step(params, state_of(module), {"x": x}).state
     for rows in x.chunk(TWO.num_microbatches):
         module(rows)
@@ -125,7 +125,7 @@ def test_caches_of_a_module_are_gone_after_the_trace() -> None:
     # The loss was an abstract tensor, as the module then was.
     module = Caching().double()
     params, batch = detached(module), {"input": torch.randn(6, 3, dtype=torch.float64)}
-    pipe = pipe_of(module, None, stages=2, example=batch)
+    pipe = module_pipe(module, None, stages=2, example=batch)
     for rows in (6, 4):  # the second is traced by itself
         part = {"input": batch["input"][:rows]}
         step = pipe.step(params, part)
@@ -152,7 +152,7 @@ class Converting(nn.Module):
 def test_a_conversion_that_changes_nothing() -> None:
     """The conversion once failed, for torch replaces the data of parameters even by the same."""
     module, batch = Converting(torch.float64).double(), {"x": torch.randn(4, 4).double()}
-    step = pipe_of(module, "first").step(detached(module), batch)
+    step = module_pipe(module, "first").step(detached(module), batch)
     assert_equal_steps(step, by_microbatches(module, batch))
     assert "_apply" not in vars(module.last)
     assert module.float().first.weight.dtype == torch.float32
@@ -165,7 +165,7 @@ def test_a_conversion_to_another_dtype_is_refused() -> None:
         r".*test_restored\.py:\d+: convert the module before"
     )
     with pytest.raises(fpipe.StageError, match=rule):
-        pipe_of(module, "first").step(detached(module), {"x": torch.randn(4, 4).double()})
+        module_pipe(module, "first").step(detached(module), {"x": torch.randn(4, 4).double()})
 
 
 @pytest.mark.parametrize("part", ["", "1"])
@@ -177,7 +177,7 @@ def test_a_module_that_is_compiled_in_place(part: str) -> None:
     compiled.compile(backend="eager")
     impl = compiled._compiled_call_impl
     batch = {"input": torch.randn(4, 3).double()}
-    step = pipe_of(module, "0").step(detached(plain), batch)
+    step = module_pipe(module, "0").step(detached(plain), batch)
     assert_equal_steps(step, by_microbatches(plain, batch))
     assert compiled._compiled_call_impl is impl
 
@@ -201,7 +201,7 @@ def test_numbers_that_a_forward_changes_are_warned_about(caplog: pytest.LogCaptu
     # A count of warm-up steps stayed 0 in every step, without a word.
     module = nn.Sequential(Counting(), nn.Linear(2, 2))
     batch = {"input": torch.ones(4, 2)}
-    pipe = pipe_of(module, None, stages=2, example=batch)
+    pipe = module_pipe(module, None, stages=2, example=batch)
     pipe.step(detached(module), batch)
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith(
@@ -256,7 +256,7 @@ def test_values_that_a_forward_or_a_hook_keeps_change_nothing(make: Callable[[],
     batch = {"x": torch.randn(8, 4, dtype=torch.float64)}
     steps = []
     for module in (plain, net):
-        pipe = pipe_of(
+        pipe = module_pipe(
             module, "norm", schedule=fpipe.schedules.zb_h1(ranks=2, microbatches=2), has_state=True
         )
         steps.append(pipe.step(detached(module), state_of(module), batch))

@@ -13,7 +13,7 @@ import fpipe
 from fpipe import Schedule, schedules
 from fpipe.nn import buffers_of, state_of
 from tests.models import assert_same
-from tests.modules.helpers import by_microbatches, detached, pipe_of, squares, total
+from tests.modules.helpers import by_microbatches, detached, module_pipe, squares, total
 
 SCHEDULE = schedules.one_f_one_b(ranks=2, microbatches=4)
 ROWS = 8
@@ -74,7 +74,7 @@ def with_logits(output: Tensor, batch: dict[str, Tensor]) -> Any:
 )
 def test_buffers_are_what_the_module_would_hold(schedule: Schedule, remat: Any) -> None:
     module, twin, batch = convolutional(), convolutional(), image_batch()
-    pipe = pipe_of(module, CUTS, schedule=schedule, loss=with_logits, remat=remat, **WITH_AUX)
+    pipe = module_pipe(module, CUTS, schedule=schedule, loss=with_logits, remat=remat, **WITH_AUX)
     params, state = detached(module), state_of(module)
     result = pipe.step(params, state, batch)
     outputs: list[Tensor] = []
@@ -102,7 +102,7 @@ def test_buffers_are_what_the_module_would_hold(schedule: Schedule, remat: Any) 
 
 def test_deferred_statistics_are_those_of_the_whole_batch() -> None:
     module, twin, batch = convolutional(), convolutional(), image_batch()
-    pipe = pipe_of(module, "first", schedule=SCHEDULE, has_state=True, batch_norm="deferred")
+    pipe = module_pipe(module, "first", schedule=SCHEDULE, has_state=True, batch_norm="deferred")
     result = pipe.step(detached(module), state_of(module), batch)
     assert isinstance(result, fpipe.StepState)
     twin.first(batch["x"])  # what the second one normalises depends on how the batch is split
@@ -113,14 +113,14 @@ def test_deferred_statistics_are_those_of_the_whole_batch() -> None:
 
 def test_buffers_left_out_of_the_state_are_constants() -> None:
     module, batch = convolutional().eval(), image_batch()
-    pipe = pipe_of(module, "first", schedule=SCHEDULE, has_state=True)
+    pipe = module_pipe(module, "first", schedule=SCHEDULE, has_state=True)
     result = pipe.step(detached(module), {"calls": module.calls}, batch)
     assert_same(result.state, {"calls": torch.tensor(4)})
     assert_same(result.loss, module(batch["x"]).square().mean())
     module.train()
     rule = r"writes in place to a tensor that it closes over \('.*num_batches_tracked'\)"
     with pytest.raises(fpipe.StageError, match=rule):
-        pipe_of(module, "first", schedule=SCHEDULE, has_state=True).step(
+        module_pipe(module, "first", schedule=SCHEDULE, has_state=True).step(
             detached(module), {"calls": module.calls}, batch
         )
 
@@ -140,7 +140,7 @@ def test_cuts_of_a_module_with_a_state_are_chosen() -> None:
             **WITH_AUX,
         )
         assert [name for name, _ in balance.parts] == [*CUTS, ""]
-    pipe = pipe_of(module, balance, schedule=SCHEDULE, loss=with_logits, **WITH_AUX)
+    pipe = module_pipe(module, balance, schedule=SCHEDULE, loss=with_logits, **WITH_AUX)
     loss, *_ = pipe.step(detached(module), state_of(module), batch)
     assert_same(loss, by_microbatches(convolutional(), batch, 4).loss)
     with pytest.raises(fpipe.StageError, match="writes in place to a tensor that it closes over"):
@@ -150,7 +150,7 @@ def test_cuts_of_a_module_with_a_state_are_chosen() -> None:
 
 def test_wrong_states_are_refused() -> None:
     module, batch = convolutional(), image_batch()
-    pipe = pipe_of(module, "first", loss=with_logits, **WITH_AUX)
+    pipe = module_pipe(module, "first", loss=with_logits, **WITH_AUX)
     params = detached(module)
     for state, message in (
         ([module.calls], r"state is a list: .* fpipe.nn.state_of\(module\)"),
@@ -162,16 +162,16 @@ def test_wrong_states_are_refused() -> None:
         with pytest.raises(fpipe.BatchError, match=message):
             pipe.load_into(module, params, state)  # type: ignore[arg-type]
     with pytest.raises(fpipe.StageError, match=r"has_aux=True is about .* -> \(loss, aux\)"):
-        pipe_of(module, "first", loss=None, has_aux=True)
+        module_pipe(module, "first", loss=None, has_aux=True)
     with pytest.raises(fpipe.StageError, match=r'batch_norm="deferred" is about running statist'):
-        pipe_of(module, "first", batch_norm="deferred")
-    plain = pipe_of(module, "first", loss=total, **WITH_AUX)
+        module_pipe(module, "first", batch_norm="deferred")
+    plain = module_pipe(module, "first", loss=total, **WITH_AUX)
     with pytest.raises(fpipe.StageError, match=r"must return \(loss, state, aux\)"):
         plain.step(params, state_of(module), batch)
 
 
 def step_with_state(module: nn.Module) -> Any:
-    pipe = pipe_of(module, "0", has_state=True)
+    pipe = module_pipe(module, "0", has_state=True)
     return pipe.step(detached(module), state_of(module), {"input": torch.randn(4, 3)})
 
 
@@ -239,7 +239,7 @@ def test_tensors_in_the_memory_of_a_buffer_that_changes_are_refused(
     """The forward would read the other tensor as it was before the step."""
     torch.manual_seed(0)
     module = Aliased(kind)
-    pipe = pipe_of(module, "first", has_state=True)
+    pipe = module_pipe(module, "first", has_state=True)
     call = partial(pipe.step, detached(module), state_of(module), {"x": torch.randn(8, 4)})
     if names is None:
         assert call().state["mean"].any()

@@ -13,13 +13,13 @@ import fpipe
 from fpipe import BatchError, StageError, pytree, schedules
 from fpipe.functional.forward_mode import differentiable_twice
 from tests.models import assert_same
-from tests.modules.helpers import detached, pipe_of
+from tests.modules.helpers import detached, module_pipe
 from tests.modules.hugging_face import ARCHITECTURES, batch_of, build, cross_entropy
 from tests.modules.models import CUTS, LanguageModel, language_model, token_batch
 
 MODEL = language_model()
 BATCH = token_batch(6)
-PIPE = pipe_of(MODEL, CUTS, schedule=schedules.zbv(ranks=2, microbatches=3), loss=None)
+PIPE = module_pipe(MODEL, CUTS, schedule=schedules.zbv(ranks=2, microbatches=3), loss=None)
 
 
 def whole(params: Any, batch: Any) -> Tensor:
@@ -61,7 +61,7 @@ def test_compiled_derivatives_of_a_module() -> None:
     module = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(2)))
     params, batch = detached(module.double()), {"input": torch.eye(3, dtype=torch.float64)}
     compiled, plain = (
-        pipe_of(module, "0", schedule=schedules.zb_h1(ranks=2, microbatches=1), compile=flag)
+        module_pipe(module, "0", schedule=schedules.zb_h1(ranks=2, microbatches=1), compile=flag)
         for flag in (True, False)
     )
     ours, theirs = (fpipe.hvp(pipe).step(params, batch, params) for pipe in (compiled, plain))
@@ -86,7 +86,7 @@ def test_members_of_an_ensemble_share_the_draws_of_a_module() -> None:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 3)]
     module = torch.nn.Sequential(*layers).double()
-    pipe = pipe_of(module, "0", schedule=schedules.zb_h1(ranks=2, microbatches=2), has_key=True)
+    pipe = module_pipe(module, "0", schedule=schedules.zb_h1(ranks=2, microbatches=2), has_key=True)
     params, batch = detached(module), {"input": torch.ones(4, 3, dtype=torch.float64)}
     members = pytree.tree_map(lambda p: torch.stack([p, 2 * p]), params)
     key = fpipe.random.key(1)
@@ -101,7 +101,7 @@ def test_members_of_an_ensemble_share_the_draws_of_a_module() -> None:
 def test_a_model_of_hugging_face() -> None:
     module = build("gpt2", 2)
     params, batch = detached(module), batch_of("gpt2", 4)
-    pipe = pipe_of(
+    pipe = module_pipe(
         module,
         ARCHITECTURES["gpt2"].cuts(2),
         schedule=schedules.zb_h1(ranks=2, microbatches=2),
@@ -121,7 +121,7 @@ def test_a_model_of_hugging_face() -> None:
 def test_frozen_parameters_have_no_direction() -> None:
     module = language_model()
     module.embedding.requires_grad_(requires_grad=False)
-    pipe = pipe_of(module, CUTS, schedule=PIPE.schedule, loss=None)
+    pipe = module_pipe(module, CUTS, schedule=PIPE.schedule, loss=None)
     params = detached(module)
     vector = pytree.tree_map(torch.cos, params) | {"embedding.weight": None}
     result = fpipe.hvp(pipe).step(params, BATCH, vector)

@@ -90,7 +90,9 @@ def loss(y: Tensor, _: Any) -> Tensor:
     return y.square().mean()
 
 
-def pipe_of(own: Block, *, cut: bool = False, stages: int = 2, **options: Any) -> fpipe.Pipeline:
+def checkpointed(
+    own: Block, *, cut: bool = False, stages: int = 2, **options: Any
+) -> fpipe.Pipeline:
     stage = stage_of(own)
     schedule = options.pop("schedule", schedules.gpipe(ranks=2, microbatches=4))
     options = {"compile": False} | options
@@ -109,13 +111,13 @@ def peaks(pipe: fpipe.Pipeline, params: list[Params] = PARAMS) -> list[int]:
 
 @cache
 def step_without_checkpoints(cut: bool, schedule: fpipe.Schedule) -> fpipe.Step:
-    return pipe_of(block, cut=cut).with_schedule(schedule).step(PARAMS, BATCH)
+    return checkpointed(block, cut=cut).with_schedule(schedule).step(PARAMS, BATCH)
 
 
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_answer_does_not_depend_on_it(name: str, cut: bool) -> None:
-    by_remat = [pipe_of(BLOCKS[name], cut=cut, remat=remat) for remat in ("none", "full")]
+    by_remat = [checkpointed(BLOCKS[name], cut=cut, remat=remat) for remat in ("none", "full")]
     for family in ("gpipe", "zb_h1"):
         schedule = schedules.get(family, ranks=2, microbatches=4)
         expected = step_without_checkpoints(cut, schedule)
@@ -126,8 +128,8 @@ def test_the_answer_does_not_depend_on_it(name: str, cut: bool) -> None:
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_it_holds_one_block_at_a_time(cut: bool) -> None:
-    held = {name: max(peaks(pipe_of(own, cut=cut), DEEP)) for name, own in BLOCKS.items()}
-    whole = max(peaks(pipe_of(block, cut=cut, remat="full"), DEEP))
+    held = {name: max(peaks(checkpointed(own, cut=cut), DEEP)) for name, own in BLOCKS.items()}
+    whole = max(peaks(checkpointed(block, cut=cut, remat="full"), DEEP))
     assert held["reentrant"] == held["not reentrant"] == held["saves none"]
     assert held["reentrant"] < 0.7 * whole < 0.7 * held["plain"]
     assert held["saves"] == held["saves a list"]
@@ -162,10 +164,10 @@ def test_segments_that_differ_in_it_are_not_alike() -> None:
 
 
 def test_calls_within_calls_belong_to_the_outer() -> None:
-    expected = pipe_of(lambda p, x: block(p, block(p, x))).step(PARAMS, BATCH)
+    expected = checkpointed(lambda p, x: block(p, block(p, x))).step(PARAMS, BATCH)
     held = []
     for own in (nested, partial(checkpoint, nested, use_reentrant=False)):
-        pipe = pipe_of(own)
+        pipe = checkpointed(own)
         torch.testing.assert_close(pipe.step(PARAMS, BATCH), expected, rtol=0, atol=0)
         held.append(max(peaks(pipe)))
     assert held[0] != held[1]
@@ -178,7 +180,7 @@ def test_draws_once() -> None:
     results = []
     for own in (noisy, partial(checkpoint, noisy, use_reentrant=False)):
         torch.manual_seed(0)
-        results.append(pipe_of(own).step(PARAMS, BATCH))
+        results.append(checkpointed(own).step(PARAMS, BATCH))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
@@ -188,8 +190,8 @@ def test_writes_within_it() -> None:
         x[:, 0] = 2 * x[:, 1]
         return block(p, x).mul_(2)
 
-    expected = pipe_of(writing)
-    own = pipe_of(partial(checkpoint, writing, use_reentrant=False))
+    expected = checkpointed(writing)
+    own = checkpointed(partial(checkpoint, writing, use_reentrant=False))
     torch.testing.assert_close(own.step(PARAMS, BATCH), expected.step(PARAMS, BATCH))
     assert max(peaks(own)) < max(peaks(expected))
 
@@ -290,8 +292,8 @@ def test_a_context_of_its_own() -> None:
             return func(*args, **(kwargs or {}))
 
     own = partial(checkpoint, block, use_reentrant=False, context_fn=lambda: (Within(), Within()))
-    expected = pipe_of(block).step(PARAMS, BATCH)
-    torch.testing.assert_close(pipe_of(own).step(PARAMS, BATCH), expected)
+    expected = checkpointed(block).step(PARAMS, BATCH)
+    torch.testing.assert_close(checkpointed(own).step(PARAMS, BATCH), expected)
     assert F.gelu in entered
 
 
@@ -303,14 +305,16 @@ def test_in_a_row() -> None:
     def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
         return block(p, torch.tanh(block(p, x)))
 
-    torch.testing.assert_close(pipe_of(row).step(PARAMS, BATCH), pipe_of(plain).step(PARAMS, BATCH))
+    torch.testing.assert_close(
+        checkpointed(row).step(PARAMS, BATCH), checkpointed(plain).step(PARAMS, BATCH)
+    )
 
 
 @pytest.mark.parametrize("transform", ["vmap", "per_example_grads", "hvp"])
 def test_transformed(transform: str) -> None:
     found = []
     for name in ("plain", "not reentrant"):
-        pipe = pipe_of(BLOCKS[name])
+        pipe = checkpointed(BLOCKS[name])
         if transform == "vmap":
             stacked = pytree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), PARAMS)
             found.append(fpipe.vmap(pipe).step(stacked, BATCH))
@@ -357,7 +361,7 @@ def test_a_stage_that_fails_within_it() -> None:
 
     for reentrant in (True, False):
         with pytest.raises(fpipe.StageError, match=r"test_checkpoint.py:\d+: RuntimeError"):
-            pipe_of(partial(checkpoint, wrong, use_reentrant=reentrant)).step(PARAMS, BATCH)
+            checkpointed(partial(checkpoint, wrong, use_reentrant=reentrant)).step(PARAMS, BATCH)
     # Plain torch has it back.
     x = rand(2, 3).requires_grad_()
     checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
@@ -368,9 +372,9 @@ def test_a_stage_that_fails_within_it() -> None:
 def test_compiled() -> None:
     params = [PARAMS[0][:1]]  # few kernels
     options: Any = {"schedule": schedules.gpipe(ranks=1, microbatches=4), "stages": 1}
-    plain = pipe_of(block, **options)
+    plain = checkpointed(block, **options)
     expected = plain.step(params, BATCH)
     for name in ("not reentrant", "saves"):
-        pipe = pipe_of(BLOCKS[name], compile=True, **options)
+        pipe = checkpointed(BLOCKS[name], compile=True, **options)
         torch.testing.assert_close(pipe.step(params, BATCH), expected)
         assert max(peaks(pipe, params)) < max(peaks(plain, params))

@@ -53,7 +53,7 @@ def expected_of(make: Callable[..., Model], num_stages: int, rows: int) -> fpipe
     return unpipelined(*make(num_stages, rows))
 
 
-def check(make: Callable[..., Model], schedule: Schedule, rows: int, remat: Any) -> None:
+def check_policy(make: Callable[..., Model], schedule: Schedule, rows: int, remat: Any) -> None:
     model, pipe = piped(make, schedule, rows, remat=remat)
     expected = expected_of(make, schedule.num_stages, rows)
     assert_same(pipe.step(model.params, model.batch), expected)
@@ -66,7 +66,7 @@ def run(model: Model, schedule: Schedule, **options: Any) -> fpipe.Step:
 
 
 @cache
-def pipe_of(make: Callable[..., Model], num_stages: int, remat: str) -> fpipe.Pipeline:
+def traced_once(make: Callable[..., Model], num_stages: int, remat: str) -> fpipe.Pipeline:
     """A pipeline of a model, whose traces serve all schedules of so many stages."""
     stages = range(num_stages)
     there = [fpipe.Action(stage, Op.F, 0) for stage in stages]
@@ -77,9 +77,9 @@ def pipe_of(make: Callable[..., Model], num_stages: int, remat: str) -> fpipe.Pi
 
 
 def check_shared(make: Callable[..., Model], schedule: Schedule, rows: int, remat: str) -> None:
-    """`check` on a pipeline whose traces serve all schedules of so many stages."""
+    """`check_policy` on a pipeline whose traces serve all schedules of so many stages."""
     model = make(schedule.num_stages, rows)
-    pipe = pipe_of(make, schedule.num_stages, remat).with_schedule(schedule)
+    pipe = traced_once(make, schedule.num_stages, remat).with_schedule(schedule)
     expected = expected_of(make, schedule.num_stages, rows)
     assert_same(pipe.step(model.params, model.batch), expected)
 
@@ -120,7 +120,7 @@ def test_schedules_of_every_size_equal_the_unpipelined_function(
 def test_a_policy_for_each_stage_equals_the_unpipelined_function(family: str) -> None:
     schedule = schedules.get(family, ranks=2, microbatches=3)
     each = tuple(itertools.islice(itertools.cycle(REMAT.values()), schedule.num_stages))
-    check(gpt, schedule, 6, each[::-1])
+    check_policy(gpt, schedule, 6, each[::-1])
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
@@ -128,7 +128,7 @@ def test_a_policy_for_each_stage_equals_the_unpipelined_function(family: str) ->
 def test_weights_made_of_parameters_equal_the_unpipelined_function(family: str, remat: str) -> None:
     """Microbatches of two sizes."""
     schedule = schedules.get(family, ranks=2, microbatches=3)
-    check(adapted, schedule, 7, REMAT[remat])
+    check_policy(adapted, schedule, 7, REMAT[remat])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -50,7 +50,7 @@ def loss_of(y: Tensor, _: Any = None) -> Tensor:
     return y.square().sum()
 
 
-def check(stages: list[Any], schedule: Schedule, w: Tensor, **options: Any) -> None:
+def check_chain(stages: list[Any], schedule: Schedule, w: Tensor, **options: Any) -> None:
     x = torch.linspace(-1, 2, 12, dtype=torch.float64).view(4, 3)
     pipe = fpipe.pipeline(stages, loss_of, schedule, reduction="sum", **options)
     leaves = [w.clone().requires_grad_() for _ in stages]
@@ -70,22 +70,24 @@ def check(stages: list[Any], schedule: Schedule, w: Tensor, **options: Any) -> N
 @pytest.mark.parametrize("name", STAGES)
 def test_what_crosses_a_border(name: str, schedule: Schedule) -> None:
     """In one process a cotangent crossed as a lazy conjugate, of which kernels knew nothing."""
-    check(STAGES[name], schedule, torch.tensor(1.5, dtype=torch.float64), compile=False)
+    check_chain(STAGES[name], schedule, torch.tensor(1.5, dtype=torch.float64), compile=False)
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_parameters_that_are_complex(remat: Any) -> None:
     stages = [lambda w, x: x * w.conj(), lambda w, h: (h.conj() * w).exp()]
     w = torch.tensor(0.3 + 0.4j, dtype=torch.complex128)
-    check(stages, SCHEDULES[0], w, compile=False, remat=remat)
+    check_chain(stages, SCHEDULES[0], w, compile=False, remat=remat)
 
 
 @pytest.mark.parametrize("name", STAGES)
 def test_kernels_read_the_memory(name: str) -> None:
-    check(STAGES[name], SCHEDULES[0], torch.tensor(1.5, dtype=torch.float64), compile=laid_out)
+    check_chain(
+        STAGES[name], SCHEDULES[0], torch.tensor(1.5, dtype=torch.float64), compile=laid_out
+    )
 
 
 @pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 def test_compiled() -> None:
-    check(STAGES["both"], SCHEDULES[0], torch.tensor(1.5, dtype=torch.float64))
+    check_chain(STAGES["both"], SCHEDULES[0], torch.tensor(1.5, dtype=torch.float64))

@@ -20,7 +20,7 @@ from tests.custom_model import (
     make_params,
     with_cuts,
 )
-from tests.eager import check, eager
+from tests.eager import check_stages, eager
 from tests.laid_out import laid_out
 from tests.models import assert_same, rand
 
@@ -119,12 +119,12 @@ SCALES = [torch.tensor(1.0, dtype=torch.float64), torch.tensor(2.0, dtype=torch.
 
 def test_in_place_operations_beside_a_function() -> None:
     # functionalize does not know the Function, and tracing without it left them: it was refused.
-    check([with_writes(own=True)] * 2, SCALES, rand(4, 3))
+    check_stages([with_writes(own=True)] * 2, SCALES, rand(4, 3))
 
 
 def test_write_to_what_a_backward_is_given() -> None:
     # Recorded apart from autograd, it was a write to what is not the stage's: it was refused.
-    check([with_writes(own=False)] * 2, SCALES, rand(4, 3))
+    check_stages([with_writes(own=False)] * 2, SCALES, rand(4, 3))
 
 
 @pytest.mark.parametrize("cut", [True, False])
@@ -399,7 +399,7 @@ def closing_over_backward(w: Tensor, x: Tensor) -> Tensor:
 )
 def test_what_autograd_takes_is_taken(stage: Any) -> None:
     # torch.func took none of these, or would have lost the gradient: they were refused.
-    check([lambda w, x: (x * w).tanh(), stage], [rand(3), rand(3).cos()], rand(4, 3))
+    check_stages([lambda w, x: (x * w).tanh(), stage], [rand(3), rand(3).cos()], rand(4, 3))
 
 
 class Draws(torch.autograd.Function):

@@ -32,13 +32,13 @@ def mean(y: Tensor, _: Any) -> Tensor:
     return y.mean()
 
 
-def pipe_of(first: Callable[[Any, Any], Tensor], schedule: fpipe.Schedule = SCHEDULE) -> Any:
+def branching(first: Callable[[Any, Any], Tensor], schedule: fpipe.Schedule = SCHEDULE) -> Any:
     return fpipe.pipeline([first, second], mean, schedule, compile=False)
 
 
 def test_a_stage_that_spares_itself_a_mask(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "fpipe"):
-        loss, grads = pipe_of(sparing).step(PARAMS, BATCH)
+        loss, grads = branching(sparing).step(PARAMS, BATCH)
     assert loss == 9 and [grad["w"] for grad in grads] == [4.5, 3]
     (message,) = (r.getMessage() for r in caplog.records if "as compiled code" in r.getMessage())
     assert "test_data_branches.py:" in message and "is_compiling() is True" in message
@@ -60,7 +60,7 @@ def test_a_function_that_does_not_look_is_traced_once_and_uncompiled() -> None:
         seen.append(torch.compiler.is_compiling())
         return batch["x"] * params["w"]
 
-    pipe_of(first).step(PARAMS, BATCH)
+    branching(first).step(PARAMS, BATCH)
     assert seen == [False]
 
 
@@ -71,7 +71,7 @@ def test_what_looks_in_both_traces_is_refused_by_the_second() -> None:
         return batch["x"][batch["mask"]] * params["w"]
 
     with pytest.raises(fpipe.StageError, match=r"aten\.nonzero.*shape depends on data"):
-        pipe_of(first).step(PARAMS, BATCH)
+        branching(first).step(PARAMS, BATCH)
     assert not torch.compiler.is_compiling()
 
 
@@ -82,7 +82,7 @@ def test_what_fails_otherwise_in_the_second_is_refused_by_the_first() -> None:
         return sparing(params, batch)
 
     with pytest.raises(fpipe.StageError, match="branches on data"):
-        pipe_of(first).step(PARAMS, BATCH)
+        branching(first).step(PARAMS, BATCH)
 
 
 def test_other_refusals_are_traced_once() -> None:
@@ -93,5 +93,5 @@ def test_other_refusals_are_traced_once() -> None:
         return batch["x"] @ torch.ones(5)
 
     with pytest.raises(fpipe.StageError, match="cannot be traced"):
-        pipe_of(first).step(PARAMS, BATCH)
+        branching(first).step(PARAMS, BATCH)
     assert len(calls) == 1

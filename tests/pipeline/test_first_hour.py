@@ -31,14 +31,14 @@ def classes(y: Tensor, batch: Any) -> Tensor:
     return F.cross_entropy(y, batch["y"])
 
 
-def pipe_of(loss: Any = classes, **options: Any) -> fpipe.Pipeline:
+def classifier(loss: Any = classes, **options: Any) -> fpipe.Pipeline:
     return fpipe.pipeline([first, second], loss, SCHEDULE, compile=False, **options)
 
 
 def test_a_missing_key_of_the_batch() -> None:
     rule = r"the loss after stage 1 .*microbatch\['x'\].*KeyError: 'y'.*all of the microbatch"
     with pytest.raises(fpipe.StageError, match=rule):
-        pipe_of().step(PARAMS, {"x": X})
+        classifier().step(PARAMS, {"x": X})
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.bool])
@@ -50,21 +50,21 @@ def test_labels_of_a_dtype_that_only_the_kernel_refuses(dtype: torch.dtype) -> N
             classes if len(shape) == 1 else lambda y, b: F.cross_entropy(y.view(-1, 2, 2), b["y"])
         )
         with pytest.raises(fpipe.StageError, match=rule):
-            pipe_of(loss).step(PARAMS, {"x": X, "y": torch.zeros(shape, dtype=dtype)})
+            classifier(loss).step(PARAMS, {"x": X, "y": torch.zeros(shape, dtype=dtype)})
 
 
 def test_labels_as_numbers_of_classes_and_as_probabilities() -> None:
     for labels in (torch.zeros(3, dtype=torch.int64), torch.ones(3, 4) / 4):
-        loss = pipe_of().value(PARAMS, {"x": X, "y": labels})
+        loss = classifier().value(PARAMS, {"x": X, "y": labels})
         torch.testing.assert_close(
             loss, classes(X @ PARAMS[0]["w"] @ PARAMS[1]["w"], {"y": labels})
         )
 
 
 def test_an_optimizer_over_nothing() -> None:
-    whole = fpipe.train(pipe_of(), torch.optim.SGD, lr=0.1)
-    frozen = fpipe.train(pipe_of(trainable=[False, False]), torch.optim.SGD, lr=0.1)
-    grouped = fpipe.train(pipe_of(), torch.optim.SGD, lr=0.1, groups={"*": None})
+    whole = fpipe.train(classifier(), torch.optim.SGD, lr=0.1)
+    frozen = fpipe.train(classifier(trainable=[False, False]), torch.optim.SGD, lr=0.1)
+    grouped = fpipe.train(classifier(), torch.optim.SGD, lr=0.1, groups={"*": None})
     for trainer, params in ((whole, [{}, {}]), (frozen, PARAMS), (grouped, PARAMS)):
         with pytest.raises(fpipe.FpipeError, match="nothing that the optimizer changes"):
             trainer.init(params)
@@ -73,7 +73,7 @@ def test_an_optimizer_over_nothing() -> None:
 
 def test_saving_a_pipeline_says_what_to_save() -> None:
     with pytest.raises(fpipe.FpipeError, match=r"save parameters and state, .*schedule\.to_json"):
-        torch.save({"pipe": pipe_of()}, io.BytesIO())
+        torch.save({"pipe": classifier()}, io.BytesIO())
 
 
 POSITIONS = torch.zeros(3, 3, 4)
@@ -94,7 +94,7 @@ POSITIONS = torch.zeros(3, 3, 4)
 def test_rows_that_seem_to_lie_along_another_dimension(
     batch: Any, in_dims: Any, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pipe = pipe_of(lambda y, _: y.mean(), in_dims=in_dims)
+    pipe = classifier(lambda y, _: y.mean(), in_dims=in_dims)
     with caplog.at_level(logging.WARNING, "fpipe"):
         for _ in range(2):  # told once
             pipe.step(PARAMS, batch)

@@ -20,7 +20,7 @@ from fpipe.pieces.piece import Piece
 from fpipe.plan.codes import codes_of_stages, live_leaves
 from fpipe.pytree import flatten
 from fpipe.spec.objective import Objective
-from tests.eager import check, check_members, check_rows, eager, pipelines, with_cuts
+from tests.eager import check_members, check_rows, check_stages, eager, pipelines, with_cuts
 from tests.models import assert_same, rand
 from tests.stage.pieces import count, ops, pieces_of
 
@@ -256,7 +256,7 @@ STAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
 def test_functions_are_as_in_eager(stage: Any) -> None:
-    check([first, stage], PARAMS, BATCH)
+    check_stages([first, stage], PARAMS, BATCH)
 
 
 def test_what_is_not_trained_is_not_asked_for() -> None:
@@ -415,7 +415,7 @@ def test_single_rows_of_a_function_with_a_rule(function: Any) -> None:
 
 @MAPPED
 def test_vmap_within_a_stage(function: Any) -> None:
-    check(
+    check_stages(
         [first, lambda w, x: torch.func.vmap(lambda row: function.apply(row * w))(x)],
         PARAMS,
         BATCH,
@@ -433,7 +433,7 @@ def slope(w: Tensor, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [Cubed, Ruled, Generated, SetsUp])
 def test_grad_within_a_stage(function: Any) -> None:
     """torch itself takes no forward with ctx there."""
-    check(
+    check_stages(
         [first, lambda w, x: torch.func.grad(lambda x: function.apply(x * w).sum())(x)],
         PARAMS,
         BATCH,
@@ -449,7 +449,7 @@ def rows_of(function: Any) -> Any:
 
 
 def test_vmap_of_grad_within_a_stage() -> None:
-    check([first, rows_of(Generated)], PARAMS, BATCH, plainly=[first, slope])
+    check_stages([first, rows_of(Generated)], PARAMS, BATCH, plainly=[first, slope])
 
 
 def test_vmap_of_grad_with_a_forward_that_takes_ctx_is_refused_by_name() -> None:

@@ -12,7 +12,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from tests.eager import check, check_members, check_rows, eager, pipelines, with_cuts
+from tests.eager import check_members, check_rows, check_stages, eager, pipelines, with_cuts
 from tests.models import assert_same, rand
 
 PARAMS = [rand(3, 3), rand(3)]
@@ -144,7 +144,7 @@ STAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
 def test_hooks_and_inner_gradients_are_as_in_eager(stage: Any) -> None:
-    check([first, stage], PARAMS, BATCH)
+    check_stages([first, stage], PARAMS, BATCH)
 
 
 @pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
@@ -365,7 +365,7 @@ def test_modules_with_backward_hooks_in_stages() -> None:
         made: Tensor = torch.func.functional_call(module, own, (x * w,))
         return made
 
-    check([first, stage], PARAMS, BATCH)
+    check_stages([first, stage], PARAMS, BATCH)
 
 
 # ── within transforms, where torch hears no hook ────────────────────────────────────────────────

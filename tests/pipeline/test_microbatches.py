@@ -60,7 +60,7 @@ def plain(params: Tree, parts: Sequence[Tree]) -> Tensor:
     return torch.stack(sums).sum() / torch.stack(weights).sum()
 
 
-def pipe_of(
+def language_pipe(
     schedule: Schedule, group: dist.ProcessGroup | None = None, **options: Any
 ) -> fpipe.Pipeline:
     return fpipe.pipeline(
@@ -89,7 +89,7 @@ SCHEDULES = [
 def test_lengths_of_one_step_differ(schedule: Schedule, remat: str) -> None:
     params, parts = make_params(), make_parts()
     grads, loss = torch.func.grad_and_value(plain)(params, parts)
-    step = pipe_of(schedule, remat=remat).step(params, Microbatches(parts))
+    step = language_pipe(schedule, remat=remat).step(params, Microbatches(parts))
     assert_same(step.loss, loss)
     assert_same(step.grads, grads)
 
@@ -457,7 +457,7 @@ def test_modules() -> None:
 
 def test_shapes_are_traced_once_in_any_order(caplog: pytest.LogCaptureFixture) -> None:
     params, parts = make_params(), make_parts()
-    pipe = pipe_of(SCHEDULES[1])
+    pipe = language_pipe(SCHEDULES[1])
     with caplog.at_level(logging.INFO, "fpipe"):
         first = pipe.step(params, Microbatches(parts))
         assert len(pipe._engine.stage_compiler._chains) == 3  # two of the four are alike
@@ -486,7 +486,7 @@ def test_lengths_are_told_where_rows_are_alike(caplog: pytest.LogCaptureFixture)
 
 def test_shapes_alone_make_programs() -> None:
     params, parts = make_params(), make_parts()
-    pipe = pipe_of(SCHEDULES[1])
+    pipe = language_pipe(SCHEDULES[1])
     on_meta = pytree.tree_map(lambda leaf: leaf.to("meta"), (params, Microbatches(parts)))
     programs = pipe.programs(*on_meta)
     pipe.step(params, Microbatches(parts))

@@ -40,7 +40,7 @@ def stage(w: Tensor, x: Tensor) -> Tensor:
     return torch.tanh(x @ w)
 
 
-def pipe_of(
+def two_stages(
     function: Callable[[Tensor, Tensor], Tensor] = stage, compile: Any = False
 ) -> fpipe.Pipeline:
     return fpipe.pipeline([function] * 2, lambda y, _: y.square().mean(), TWO, compile=compile)
@@ -62,7 +62,7 @@ def plain(params: list[Tensor], batch: Tensor) -> tuple[Tensor, list[Tensor]]:
 @pytest.mark.parametrize("first", [True, False])
 def test_a_function_mode_is_refused(first: bool, arguments: Any) -> None:
     """What it had done at the first call was in the plan from then on."""
-    pipe = pipe_of()
+    pipe = two_stages()
     if not first:
         pipe.step(*arguments)
     calls: list[Callable[[], Any]] = [
@@ -86,12 +86,12 @@ def test_a_function_mode_that_stages_enter(arguments: Any) -> None:
 
     with Doubled():
         expected = plain(*arguments)
-    torch.testing.assert_close(tuple(pipe_of(doubled).step(*arguments)), expected)
+    torch.testing.assert_close(tuple(two_stages(doubled).step(*arguments)), expected)
 
 
 def test_a_dispatch_mode_sees_what_runs(arguments: Any) -> None:
     """It took part in the first trace: what it did was in the plan, and was done again."""
-    pipe = pipe_of()
+    pipe = two_stages()
     for _ in range(2):
         with Tripled() as mode:
             expected = plain(*arguments)
@@ -101,7 +101,7 @@ def test_a_dispatch_mode_sees_what_runs(arguments: Any) -> None:
 
 
 def test_a_dispatch_mode_over_compiled_stages(arguments: Any) -> None:
-    pipe = pipe_of(compile=lambda module, _: lambda given: module(*given))
+    pipe = two_stages(compile=lambda module, _: lambda given: module(*given))
     with Tripled(), pytest.raises(fpipe.FpipeError, match=r"a Tripled, a TorchDispatchMode.*compi"):
         pipe.step(*arguments)
     with FlopCounterMode(display=False):  # which changes no number
@@ -113,7 +113,7 @@ def test_a_dispatch_mode_over_compiled_stages(arguments: Any) -> None:
 def test_the_default_device_is_no_mode_to_refuse(
     context: Callable[[], AbstractContextManager[Any]], arguments: Any
 ) -> None:
-    pipe = pipe_of()
+    pipe = two_stages()
     with context():
         found = pipe.step(*arguments)
     torch.testing.assert_close(tuple(found), plain(*arguments))

@@ -16,7 +16,9 @@ from tests.models import rand
 PARAMS = {"a": rand(3, 4), "b": rand(4, 5) / 2}
 
 
-def check(last: Callable[[Tensor, Any], Tensor], batch: Any, *, cut: bool, **options: Any) -> None:
+def check_loss(
+    last: Callable[[Tensor, Any], Tensor], batch: Any, *, cut: bool, **options: Any
+) -> None:
     """Compare a loss of two stages with autograd."""
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
@@ -63,7 +65,7 @@ def test_gaussian_likelihood(options: Any, cut: bool) -> None:
             var = summed * y.exp().mean()
         return F.gaussian_nll_loss(y, batch["v"].cos(), var, **options).sum()
 
-    check(loss, {"x": rand(4, 3), "v": rand(4, 5).square()}, cut=cut, compile=False)
+    check_loss(loss, {"x": rand(4, 3), "v": rand(4, 5).square()}, cut=cut, compile=False)
 
 
 LENGTHS = {"input": torch.tensor([7, 5, 6]), "target": torch.tensor([2, 0, 3])}
@@ -99,7 +101,7 @@ def test_ctc(options: Any, form: str, cut: bool) -> None:
         function = torch.ctc_loss if form == "torch's own" else F.ctc_loss
         return function(log_probs, targets, *lengths, **options).sum()
 
-    check(loss, {"x": rand(21, 3), "targets": TARGETS} | LENGTHS, cut=cut, compile=False)
+    check_loss(loss, {"x": rand(21, 3), "targets": TARGETS} | LENGTHS, cut=cut, compile=False)
 
 
 def test_ctc_of_what_does_not_fit() -> None:
@@ -111,7 +113,7 @@ def test_ctc_of_what_does_not_fit() -> None:
 
     lengths = {"input": torch.tensor([3, 2, 1, 3, 3, 3, 3]), "target": torch.arange(7) % 5}
     targets = torch.randint(1, 5, (7, 4), generator=torch.Generator().manual_seed(0))
-    check(loss, {"x": rand(21, 3), "targets": targets} | lengths, cut=True, compile=False)
+    check_loss(loss, {"x": rand(21, 3), "targets": targets} | lengths, cut=True, compile=False)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_inverse_of_a_spectrogram(cut: bool) -> None:
         back = torch.istft(spectrum * torch.polar(waves[0, 0], waves[1, 1]), **options, length=40)
         return (back.square() * batch["x"].sum()).sum() + spectrum.istft(**options).cos().sum()
 
-    check(loss, {"x": rand(16, 3)}, cut=cut, compile=False)
+    check_loss(loss, {"x": rand(16, 3)}, cut=cut, compile=False)
 
 
 def number(x: Tensor, old: Tensor, mask: Tensor) -> None:
@@ -206,7 +208,7 @@ def test_one_value_where_a_mask_says(write: Callable[..., None], cut: bool) -> N
         write(x, x.clone(), batch["v"] > 0)
         return (x.square() * batch["v"]).sum() + y.sum()
 
-    check(loss, {"x": rand(4, 3), "v": rand(4, 5)}, cut=cut, compile=False)
+    check_loss(loss, {"x": rand(4, 3), "v": rand(4, 5)}, cut=cut, compile=False)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +248,7 @@ def test_diagonal_of_a_view(view: Callable[[Tensor], Tensor], cut: bool) -> None
         view(x).fill_diagonal_(0.3)
         return (x.square() * batch["v"]).sum()
 
-    check(loss, {"x": rand(4, 3), "v": rand(4, 5)}, cut=cut, compile=False)
+    check_loss(loss, {"x": rand(4, 3), "v": rand(4, 5)}, cut=cut, compile=False)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +265,7 @@ def test_diagonals_that_are_refused(wrong: Callable[[Tensor], Tensor], message: 
         return y.sum()
 
     with pytest.raises(fpipe.StageError, match=message):
-        check(loss, {"x": rand(4, 3)}, cut=False, compile=False)
+        check_loss(loss, {"x": rand(4, 3)}, cut=False, compile=False)
 
 
 def test_requiring_a_gradient_means_nothing() -> None:
@@ -271,7 +273,7 @@ def test_requiring_a_gradient_means_nothing() -> None:
         return y.tanh().requires_grad_().square().sum()
 
     for cut in (True, False):
-        check(loss, {"x": rand(4, 3)}, cut=cut, compile=False)
+        check_loss(loss, {"x": rand(4, 3)}, cut=cut, compile=False)
 
 
 @pytest.mark.parametrize("cut", [True, False])
@@ -281,7 +283,7 @@ def test_hook_on_a_tensor(cut: bool) -> None:
         y.register_hook(torch.neg)
         return y.tanh().sum()
 
-    check(loss, {"x": rand(4, 3)}, cut=cut, compile=False)
+    check_loss(loss, {"x": rand(4, 3)}, cut=cut, compile=False)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +311,7 @@ def test_what_a_value_of_a_pure_function_has_not_is_refused(
         return y.sum()
 
     with pytest.raises(fpipe.StageError, match=rule):
-        check(loss, {"x": rand(4, 3)}, cut=cut, compile=False)
+        check_loss(loss, {"x": rand(4, 3)}, cut=cut, compile=False)
 
 
 @pytest.mark.inductor
@@ -320,7 +322,7 @@ def test_compiled() -> None:
         one(floored, log_probs, log_probs < -4)
         return F.ctc_loss(floored, batch["targets"], batch["input"], batch["target"])
 
-    check(loss, {"x": rand(21, 3), "targets": TARGETS} | LENGTHS, cut=True)
+    check_loss(loss, {"x": rand(21, 3), "targets": TARGETS} | LENGTHS, cut=True)
 
 
 # ── places that depend on no argument ───────────────────────────────────────────────────────────
@@ -349,7 +351,9 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", PLACES)
 def test_places_that_depend_on_no_argument(name: str, cut: bool) -> None:
     """They were refused as if they did."""
-    check(lambda y, _: y.mean() + PLACES[name](y).sum(), {"x": rand(4, 3)}, cut=cut, compile=False)
+    check_loss(
+        lambda y, _: y.mean() + PLACES[name](y).sum(), {"x": rand(4, 3)}, cut=cut, compile=False
+    )
 
 
 @pytest.mark.parametrize("name", PLACES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fpipe.pieces.partition import NAMES
-from tests.programs import check, check_twice, draw
+from tests.programs import check_program, check_twice, draw
 
 # Of torch's reentrant checkpoint, in programs that depend on no parameter there.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
@@ -14,11 +14,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 @pytest.mark.parametrize("stages", [False, True], ids=["function", "stages"])
 @pytest.mark.parametrize("seed", range(12))
 def test_gradients_are_those_of_autograd(seed: int, stages: bool) -> None:
-    check(draw(seed), stages=stages, remat=NAMES[seed % len(NAMES)])
+    check_program(draw(seed), stages=stages, remat=NAMES[seed % len(NAMES)])
 
 
 def test_most_programs_can_be_checked() -> None:
-    outcomes = [check(draw(seed), stages=False) for seed in range(100, 106)]
+    outcomes = [check_program(draw(seed), stages=False) for seed in range(100, 106)]
     assert outcomes.count("equal") >= 4
 
 

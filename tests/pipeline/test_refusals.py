@@ -36,7 +36,7 @@ from fpipe import (
     schedules,
 )
 from fpipe.checks import purity
-from tests.eager import check
+from tests.eager import check_stages
 from tests.models import mean_square, mlp, mlp_first, mlp_layer, plain_pipeline, rand
 
 MODEL = mlp(2, 4)
@@ -520,7 +520,7 @@ def first_of_dict(p: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("stage", [uses_autograd, offloads, makes_a_parameter])
 def test_what_is_not_refused(stage: Callable[..., Any]) -> None:
     """It was, when stages ran by torch.func: inner gradients, saved-tensor hooks, new leaves."""
-    check([first_of_dict, stage], [{"w": rand(3, 3)}, {"w": rand(3, 3).sin()}], rand(4, 3))
+    check_stages([first_of_dict, stage], [{"w": rand(3, 3)}, {"w": rand(3, 3).sin()}], rand(4, 3))
 
 
 EDGES = torch.eye(3, dtype=torch.float64).to_sparse()

@@ -36,7 +36,7 @@ def last(p: Tensor, h: Tensor) -> Tensor:
     return h @ p
 
 
-def pipe_of(*, cut: bool, **options: Any) -> fpipe.Pipeline:
+def sparse_pipe(*, cut: bool, **options: Any) -> fpipe.Pipeline:
     schedule = fpipe.schedules.zb_h1(ranks=3, microbatches=1)
     if cut:
         return fpipe.pipeline(loss_fn, schedule=schedule, in_dims=None, **options)
@@ -48,7 +48,7 @@ def pipe_of(*, cut: bool, **options: Any) -> fpipe.Pipeline:
     return fpipe.pipeline(stages, lambda y, _: y.square().mean(), schedule, in_dims=None, **options)
 
 
-def check(pipe: fpipe.Pipeline) -> None:
+def check_sparse(pipe: fpipe.Pipeline) -> None:
     own = [leaf.clone().requires_grad_() for leaf in PARAMS]
     expected = loss_fn(own, BATCH)
     expected.backward()
@@ -60,13 +60,13 @@ def check(pipe: fpipe.Pipeline) -> None:
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("cut", [True, False])
 def test_equal_to_autograd(cut: bool, remat: str) -> None:
-    check(pipe_of(cut=cut, remat=remat, compile=False))
+    check_sparse(sparse_pipe(cut=cut, remat=remat, compile=False))
 
 
 @pytest.mark.inductor
 def test_compiled() -> None:
     """What a forward keeps for its backward is dense, for compiled code takes nothing else."""
-    check(pipe_of(cut=True))
+    check_sparse(sparse_pipe(cut=True))
 
 
 def test_none_crosses_a_cut() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.eager import check
+from tests.eager import check_stages
 from tests.models import rand
 
 BATCH = rand(4, 8)
@@ -44,4 +44,4 @@ TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_equal_to_autograd(name: str) -> None:
     """Some were refused, where a transform took a cotangent that was written to."""
     transform = TRANSFORMS[name]
-    check([lambda w, x: x * w, lambda w, h: transform(h) * w], PARAMS, BATCH)
+    check_stages([lambda w, x: x * w, lambda w, h: transform(h) * w], PARAMS, BATCH)

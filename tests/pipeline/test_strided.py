@@ -64,7 +64,7 @@ def loss_of(function: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Ten
     return lambda params, batch: score(function(batch @ params))
 
 
-def check(function: Callable[[Tensor], Tensor], **options: Any) -> None:
+def check_views(function: Callable[[Tensor], Tensor], **options: Any) -> None:
     torch.manual_seed(0)
     params = torch.randn(4, 4, dtype=torch.float64)
     batch = torch.randn(3, 4, dtype=torch.float64)
@@ -93,14 +93,14 @@ def check(function: Callable[[Tensor], Tensor], **options: Any) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_equal_to_autograd(function: Callable[[Tensor], Tensor]) -> None:
-    check(function, compile=False)
-    check(function, compile=False, remat="full")
+    check_views(function, compile=False)
+    check_views(function, compile=False, remat="full")
 
 
 @pytest.mark.inductor
 def test_compiled() -> None:
-    check(FUNCTIONS["with an offset"])
-    check(FUNCTIONS["written behind a cut"])
+    check_views(FUNCTIONS["with an offset"])
+    check_views(FUNCTIONS["written behind a cut"])
 
 
 def test_write_to_a_view_of_a_view_is_refused() -> None:

@@ -36,7 +36,7 @@ def squares(y: Tensor, _: Any) -> Tensor:
     return y.square().mean()
 
 
-def pipe_of(last: Any) -> fpipe.Pipeline:
+def ending_in(last: Any) -> fpipe.Pipeline:
     schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
     return fpipe.pipeline([first, last], squares, schedule, compile=False)
 
@@ -45,12 +45,12 @@ def test_those_that_nobody_differentiates_are_read() -> None:
     own = [leaf.clone().requires_grad_() for leaf in PARAMS]
     loss = squares(detaching(own[1], first(own[0], BATCH)), None)
     grads = torch.autograd.grad(loss, own)
-    assert_same(pipe_of(detaching).step(PARAMS, BATCH), fpipe.Step(loss.detach(), list(grads)))
+    assert_same(ending_in(detaching).step(PARAMS, BATCH), fpipe.Step(loss.detach(), list(grads)))
 
 
 def test_those_that_a_reader_differentiates_are_refused() -> None:
     with pytest.raises(fpipe.StageError, match=r"stage 0 \(first\) writes in place to a value tha"):
-        pipe_of(differentiating).step(PARAMS, BATCH)
+        ending_in(differentiating).step(PARAMS, BATCH)
 
 
 def test_input_that_has_no_gradient_asks_for_none() -> None:

@@ -10,16 +10,11 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import fpipe
-from fpipe import FpipeError, pytree, schedules
-from tests.models import Model, assert_identical, assert_same, mlp
+from fpipe import FpipeError, pytree
+from tests.models import assert_identical, assert_same, mlp, pipe_of
 
 EMA: Final = 0.9
 STEPS: Final = 3
-
-
-def pipe_of(model: Model, **options: Any) -> fpipe.Pipeline:
-    schedule = schedules.zb_h1(ranks=2, microbatches=4)
-    return fpipe.pipeline(model.stages, model.loss, schedule, compile=False, **options)
 
 
 def copies(tree: Any) -> Any:

@@ -12,15 +12,10 @@ from torch import Tensor
 import fpipe
 from fpipe import FpipeError, pytree, schedules
 from tests.meter import Meter
-from tests.models import Model, assert_identical, assert_same, mlp
+from tests.models import assert_identical, assert_same, mlp, pipe_of
 
 STEPS: Final = 3
 ONE_F_ONE_B: Final = schedules.one_f_one_b(ranks=2, microbatches=4)
-
-
-def pipe_of(model: Model, **options: Any) -> fpipe.Pipeline:
-    arguments: dict[str, Any] = {"schedule": ONE_F_ONE_B, "compile": False, **options}
-    return fpipe.pipeline(model.stages, model.loss, **arguments)
 
 
 def copies(tree: Any) -> Any:
@@ -39,7 +34,7 @@ def end_of(trainer: fpipe.Trainer, params: Any, batch: Any) -> Any:
 def test_the_bits_are_those_of_a_step_that_keeps_what_it_is_given(family: str) -> None:
     schedule = schedules.get(family, ranks=2, microbatches=4)
     model = mlp(schedule.num_stages, 8)
-    pipe = pipe_of(model, schedule=schedule)
+    pipe = pipe_of(model, schedule)
     optimizers: list[Any] = [torch.optim.AdamW, torch.optim.RMSprop]
     for optimizer, max_norm in product(optimizers, (None, 0.05, 1e3)):
         ends = [
@@ -56,7 +51,9 @@ def test_the_bits_are_those_of_a_step_that_keeps_what_it_is_given(family: str) -
 @pytest.mark.parametrize("mapped", [False, True])
 def test_the_same_objects_come_back(mapped: bool) -> None:
     model = mlp(2, 8)
-    trainer = fpipe.train(pipe_of(model), torch.optim.Adam, lr=0.1, max_norm=0.1, donate=True)
+    trainer = fpipe.train(
+        pipe_of(model, ONE_F_ONE_B), torch.optim.Adam, lr=0.1, max_norm=0.1, donate=True
+    )
     params: Any = copies(model.params)
     if mapped:
         trainer = fpipe.vmap(trainer)
@@ -68,7 +65,7 @@ def test_the_same_objects_come_back(mapped: bool) -> None:
     assert after.state is state
     assert all(a is b for a, b in zip(leaves, pytree.flatten(after[1:3])[0], strict=True))
     assert int(state.steps) == 1
-    expected = fpipe.train(pipe_of(model), torch.optim.Adam, lr=0.1, max_norm=0.1)
+    expected = fpipe.train(pipe_of(model, ONE_F_ONE_B), torch.optim.Adam, lr=0.1, max_norm=0.1)
     if mapped:
         expected = fpipe.vmap(expected)
     plain = expected.step(before, expected.init(before), model.batch)
@@ -135,7 +132,7 @@ def test_no_second_copy_is_held(max_norm: float | None) -> None:
 
 def test_what_cannot_be_written_into_is_refused() -> None:
     model = mlp(2, 8)
-    pipe = pipe_of(model)
+    pipe = pipe_of(model, ONE_F_ONE_B)
     pair: Any = (lambda params: params, lambda grads, state, params: (grads, state))
     with pytest.raises(FpipeError, match="donate=True with a pair of functions"):
         fpipe.train(pipe, pair, donate=True)
@@ -162,7 +159,7 @@ def test_what_cannot_be_written_into_is_refused() -> None:
 
 def test_a_step_that_fails_has_changed_nothing() -> None:
     model = mlp(2, 8)
-    trainer = fpipe.train(pipe_of(model), torch.optim.Adam, lr=0.1, donate=True)
+    trainer = fpipe.train(pipe_of(model, ONE_F_ONE_B), torch.optim.Adam, lr=0.1, donate=True)
     params = copies(model.params)
     state = trainer.init(params)
     with pytest.raises(FpipeError):
@@ -177,7 +174,7 @@ def test_a_step_that_fails_has_changed_nothing() -> None:
 
 def test_a_save_that_goes_on_is_not_written_into(tmp_path: Any) -> None:
     model = mlp(2, 8)
-    trainer = fpipe.train(pipe_of(model), torch.optim.Adam, lr=0.1, donate=True)
+    trainer = fpipe.train(pipe_of(model, ONE_F_ONE_B), torch.optim.Adam, lr=0.1, donate=True)
     params: Any = copies(model.params)
     state = trainer.init(params)
     pending = trainer.save_async(tmp_path / "first", params, state)
@@ -192,7 +189,11 @@ def test_a_compiled_step_writes_into_them_too() -> None:
     ends = []
     for compile in (True, False):
         trainer = fpipe.train(
-            pipe_of(model, compile=compile), torch.optim.AdamW, lr=0.1, max_norm=0.05, donate=True
+            pipe_of(model, ONE_F_ONE_B, compile=compile),
+            torch.optim.AdamW,
+            lr=0.1,
+            max_norm=0.05,
+            donate=True,
         )
         params: Any = copies(model.params)
         ends.append(end_of(trainer, params, model.batch))

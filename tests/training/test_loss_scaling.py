@@ -47,7 +47,7 @@ def batches() -> list[Tensor]:
     return made
 
 
-def pipe_of(**options: Any) -> fpipe.Pipeline:
+def half_pipe(**options: Any) -> fpipe.Pipeline:
     return fpipe.pipeline([stage, stage], loss, SCHEDULE, compile=False, mp_policy=HALF, **options)
 
 
@@ -78,7 +78,7 @@ def by_torch(max_norm: float | None) -> tuple[list[Tensor], list[tuple[float, in
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_steps_and_scales_are_those_of_torch(options: dict[str, Any]) -> None:
-    trainer = fpipe.train(pipe_of(), torch.optim.Adam, lr=0.1, loss_scale=scaler_of(), **options)
+    trainer = fpipe.train(half_pipe(), torch.optim.Adam, lr=0.1, loss_scale=scaler_of(), **options)
     params = parameters()
     state, ends = trainer.init(params), []
     for x in batches():
@@ -94,7 +94,7 @@ def test_steps_and_scales_are_those_of_torch(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_step_that_is_left_out_changes_the_scale_alone(options: dict[str, Any]) -> None:
-    trainer = fpipe.train(pipe_of(), torch.optim.Adam, lr=0.1, loss_scale="dynamic", **options)
+    trainer = fpipe.train(half_pipe(), torch.optim.Adam, lr=0.1, loss_scale="dynamic", **options)
     first, bad = batches()[:2]
     _, params, state, _ = trainer.step(parameters(), trainer.init(parameters()), first)
     before = pytree.tree_map(torch.clone, (params, state))
@@ -109,9 +109,9 @@ def test_a_step_that_is_left_out_changes_the_scale_alone(options: dict[str, Any]
 def test_gradients_vanish_without_it() -> None:
     x = batches()[0]
     exact = fpipe.pipeline([stage, stage], loss, SCHEDULE, compile=False).step(parameters(), x)
-    without = pipe_of().step(parameters(), x).grads
+    without = half_pipe().step(parameters(), x).grads
     assert all((grad == 0).float().mean() > 0.3 for grad in without)
-    trainer = fpipe.train(pipe_of(), torch.optim.SGD, lr=1e6, loss_scale="dynamic")
+    trainer = fpipe.train(half_pipe(), torch.optim.SGD, lr=1e6, loss_scale="dynamic")
     moved = trainer.step(parameters(), trainer.init(parameters()), x).params
     for before, after, grad in zip(parameters(), moved, exact.grads, strict=True):
         torch.testing.assert_close(before - after, 1e6 * grad, rtol=0.02, atol=1e-3)
@@ -135,14 +135,14 @@ def test_a_weighted_loss_is_scaled_too() -> None:
 
 
 def test_the_scale_is_saved(tmp_path: Path) -> None:
-    trainer = fpipe.train(pipe_of(), torch.optim.SGD, lr=0.1, loss_scale=scaler_of())
+    trainer = fpipe.train(half_pipe(), torch.optim.SGD, lr=0.1, loss_scale=scaler_of())
     params = parameters()
     _, params, state, _ = trainer.step(params, trainer.init(params), batches()[1])
     trainer.save(tmp_path / "last", params, state)
     again = trainer.load(tmp_path / "last")
     assert_identical((again.params, again.state), (params, state))
     assert again.state.scale is not None and float(again.state.scale.scale) == 2.0**11
-    plain = fpipe.train(pipe_of(), torch.optim.SGD, lr=0.1)
+    plain = fpipe.train(half_pipe(), torch.optim.SGD, lr=0.1)
     assert plain.load(tmp_path / "last").state.scale is None
     plain.save(tmp_path / "plain", params, plain.init(params))
     assert_identical(trainer.load(tmp_path / "plain").state.scale, trainer.init(params).scale)
@@ -150,7 +150,7 @@ def test_the_scale_is_saved(tmp_path: Path) -> None:
 
 def test_what_cannot_be_scaled() -> None:
     def made(**options: Any) -> fpipe.Trainer:
-        return fpipe.train(pipe_of(), torch.optim.SGD, lr=0.1, **options)
+        return fpipe.train(half_pipe(), torch.optim.SGD, lr=0.1, **options)
 
     with pytest.raises(FpipeError, match='loss_scale=8 is an int: it must be "dynamic", a torch'):
         made(loss_scale=8)

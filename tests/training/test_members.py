@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import FpipeError, pytree, schedules
-from tests.models import Model, assert_same, mlp
+from tests.models import Model, assert_same, mlp, pipe_of
 
 RATES: Final = torch.tensor([0.1, 0.01, 0.003], dtype=torch.float64)
 OPTIMIZERS: Final[dict[str, Any]] = {
@@ -19,11 +19,6 @@ OPTIMIZERS: Final[dict[str, Any]] = {
     "NAdam": torch.optim.NAdam,
     "SGD": torch.optim.SGD,
 }
-
-
-def pipe_of(model: Model) -> fpipe.Pipeline:
-    schedule = schedules.zb_h1(ranks=2, microbatches=4)
-    return fpipe.pipeline(model.stages, model.loss, schedule, compile=False)
 
 
 def members_of(model: Model) -> Any:

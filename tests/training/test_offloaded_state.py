@@ -16,13 +16,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import fpipe
 from fpipe import FpipeError, StageError, pytree, schedules
-from tests.models import Model, assert_identical, mlp
+from tests.models import assert_identical, mlp, pipe_of
 
 ONE_F_ONE_B: Final = schedules.one_f_one_b(ranks=2, microbatches=4)
-
-
-def pipe_of(model: Model, **options: Any) -> fpipe.Pipeline:
-    return fpipe.pipeline(model.stages, model.loss, ONE_F_ONE_B, compile=False, **options)
 
 
 def copies(tree: Any) -> Any:
@@ -42,7 +38,7 @@ def test_a_state_elsewhere_has_the_same_bits(
     tmp_path: Path, more: dict[str, Any], optimizer: Any
 ) -> None:
     model = mlp(2, 8)
-    pipe = pipe_of(model)
+    pipe = pipe_of(model, ONE_F_ONE_B)
     ends = [
         end_of(
             fpipe.train(pipe, optimizer, lr=0.1, offload=offload, **more),
@@ -58,7 +54,7 @@ def test_a_state_elsewhere_has_the_same_bits(
 def test_a_state_in_files_is_read_again(tmp_path: Path) -> None:
     model = mlp(2, 8)
     trainer = fpipe.train(
-        pipe_of(model), torch.optim.AdamW, lr=0.1, offload=tmp_path / "state", ema=0.9
+        pipe_of(model, ONE_F_ONE_B), torch.optim.AdamW, lr=0.1, offload=tmp_path / "state", ema=0.9
     )
     _, params, state, _ = trainer.step(model.params, trainer.init(model.params), model.batch)
     trainer.save(tmp_path / "saved", params, state)
@@ -74,14 +70,14 @@ def test_members_of_an_ensemble_have_their_state_in_files(tmp_path: Path) -> Non
     model = mlp(2, 8)
     ends = []
     for offload in (None, tmp_path):
-        alone = fpipe.train(pipe_of(model), torch.optim.AdamW, lr=0.1, offload=offload)
+        alone = fpipe.train(pipe_of(model, ONE_F_ONE_B), torch.optim.AdamW, lr=0.1, offload=offload)
         stacked = pytree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), model.params)
         ends.append(end_of(fpipe.vmap(alone, in_dims=(0, None)), stacked, model.batch))
     assert_identical(*ends)
 
 
 def test_a_directory_that_cannot_be_one(tmp_path: Path) -> None:
-    pipe = pipe_of(mlp(2, 8))
+    pipe = pipe_of(mlp(2, 8), ONE_F_ONE_B)
     (tmp_path / "file").write_text("")
     with pytest.raises(FpipeError, match="file cannot be a directory of tensors: File exists"):
         fpipe.train(pipe, torch.optim.SGD, lr=0.1, offload=tmp_path / "file")
@@ -97,7 +93,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     model = mlp(2, 8)
-    trainer = fpipe.train(pipe_of(model), torch.optim.Adam, lr=0.1, offload=tmp_path)
+    trainer = fpipe.train(pipe_of(model, ONE_F_ONE_B), torch.optim.Adam, lr=0.1, offload=tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(FpipeError, match=r"cannot hold a tensor of [0-9,]+ bytes: No space left"):
         trainer.init(model.params)
@@ -110,7 +106,7 @@ def ones(key: Tensor, name: str, like: Tensor) -> Tensor:
 
 def test_parameters_in_files(tmp_path: Path) -> None:
     model = mlp(2, 8)
-    pipe, key = pipe_of(model), fpipe.random.key(0)
+    pipe, key = pipe_of(model, ONE_F_ONE_B), fpipe.random.key(0)
     in_memory = pipe.init(ones, key, shapes=model.params)
     params = pipe.init(ones, key, shapes=model.params, storage=tmp_path / "params")
     assert not list((tmp_path / "params").iterdir())
@@ -123,8 +119,8 @@ def test_parameters_in_files(tmp_path: Path) -> None:
 
 def test_a_policy_changes_nothing_on_the_cpu() -> None:
     model = mlp(2, 8)
-    pipe = pipe_of(model, devices=["cpu"] * 2, offload_policy=CPUOffloadPolicy())
-    plain = pipe_of(model)
+    pipe = pipe_of(model, ONE_F_ONE_B, devices=["cpu"] * 2, offload_policy=CPUOffloadPolicy())
+    plain = pipe_of(model, ONE_F_ONE_B)
     assert_identical(pipe.step(model.params, model.batch), plain.step(model.params, model.batch))
     assert str(pipe.programs(model.params, model.batch)) == str(
         plain.programs(model.params, model.batch)
@@ -134,10 +130,10 @@ def test_a_policy_changes_nothing_on_the_cpu() -> None:
 def test_a_policy_that_cannot_be_kept() -> None:
     model = mlp(2, 8)
     with pytest.raises(StageError, match="nothing says where stages compute: in one process pass"):
-        pipe_of(model, offload_policy=CPUOffloadPolicy())
+        pipe_of(model, ONE_F_ONE_B, offload_policy=CPUOffloadPolicy())
     with pytest.raises(StageError, match="offload_policy='cpu' is a str: it must be a CPUOffload"):
-        pipe_of(model, offload_policy="cpu")
-    assert isinstance(pipe_of(model, offload_policy=OffloadPolicy()), fpipe.Pipeline)
+        pipe_of(model, ONE_F_ONE_B, offload_policy="cpu")
+    assert isinstance(pipe_of(model, ONE_F_ONE_B, offload_policy=OffloadPolicy()), fpipe.Pipeline)
 
 
 def test_anonymous_memory_is_lower_by_what_lies_in_files() -> None:

@@ -10,15 +10,20 @@ import torch
 from torch import Tensor
 
 import fpipe
-from fpipe import FpipeError, Schedule, Stage, pytree, schedules
-from tests.models import Model, apply, assert_identical, assert_same, mlp, unpipelined
+from fpipe import FpipeError, Stage, pytree, schedules
+from tests.models import (
+    Model,
+    apply,
+    assert_identical,
+    assert_same,
+    mlp,
+    pipe_of,
+    piped,
+    unpipelined,
+)
 
 STEPS: Final = 4
 SCHEDULE: Final = schedules.zb_h1(ranks=2, microbatches=4)
-
-
-def pipe_of(model: Model, schedule: Schedule = SCHEDULE, **options: Any) -> fpipe.Pipeline:
-    return fpipe.pipeline(model.stages, model.loss, schedule, compile=False, **options)
 
 
 def by_hand(
@@ -59,8 +64,8 @@ def adam(leaves: list[Tensor]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("family", sorted(set(schedules.FAMILIES) - {"forward_only"}))
 def test_training_equals_the_loop_of_torch_on_every_schedule(family: str) -> None:
     schedule = schedules.get(family, ranks=2, microbatches=4)
-    model = mlp(schedule.num_stages, 8)
-    trainer = fpipe.train(pipe_of(model, schedule), torch.optim.AdamW, lr=0.1)
+    model, pipe = piped(mlp, schedule, 8)
+    trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1)
     steps = by_trainer(trainer, model)
     losses, params, _ = by_hand(model, adam)
     assert_same([step.loss for step in steps], losses)

@@ -12,14 +12,10 @@ from torch import Tensor
 import fpipe
 from fpipe import Schedule, pytree, schedules
 from fpipe.schedule import Op
-from tests.models import Model, assert_identical, assert_same, mlp
+from tests.models import Model, assert_identical, assert_same, mlp, pipe_of, piped
 
 STEPS: Final = 3
 FAMILIES: Final = sorted(set(schedules.FAMILIES) - {"forward_only"})
-
-
-def pipe_of(model: Model, schedule: Schedule, **options: Any) -> fpipe.Pipeline:
-    return fpipe.pipeline(model.stages, model.loss, schedule, compile=False, **options)
 
 
 def trained(
@@ -50,8 +46,7 @@ def trained(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_bits_are_those_of_a_step_that_waits(family: str) -> None:
     schedule = schedules.get(family, ranks=2, microbatches=4)
-    model = mlp(schedule.num_stages, 8)
-    pipe = pipe_of(model, schedule)
+    model, pipe = piped(mlp, schedule, 8)
     ranks = schedule.num_ranks
     for max_norm in (None, 0.05, 1e3):
         within, updates = trained(pipe, model.params, model.batch, max_norm=max_norm)

@@ -296,7 +296,7 @@ def expected(name: str, make: Callable[[int, int], Model], num_stages: int) -> t
     return tuple(TRANSFORMS[name].plain(model, given(model)))
 
 
-def check(name: str, schedule: Schedule, *options: Any) -> None:
+def check_transform(name: str, schedule: Schedule, *options: Any) -> None:
     """A transform on a schedule gives what torch.func gives."""
     make = options[0] if options else mlp
     found = run(None, name, schedule, *options)

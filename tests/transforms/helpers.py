@@ -7,14 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fpipe
 from fpipe import pytree
-from tests.models import Model
-
-
-def pipe_of(model: Model, schedule: fpipe.Schedule, **options: Any) -> fpipe.Pipeline:
-    """The pipeline of a model, uncompiled unless `options` say otherwise."""
-    return fpipe.pipeline(model.stages, model.loss, schedule, **{"compile": False, **options})
 
 
 def stacked(value: Any, members: int = 2, dim: int = 0) -> Any:

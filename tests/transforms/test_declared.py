@@ -168,7 +168,7 @@ def expected(name: str, stages: int) -> Any:
     return tuple(CASES[name][2](Given(stages)))
 
 
-def check(name: str, schedule: Schedule, compile: bool = False) -> None:
+def check_case(name: str, schedule: Schedule, compile: bool = False) -> None:
     own = Given(schedule.num_stages)
     pipe = weighted_pipe(name, schedule.num_stages, compile).with_schedule(schedule)
     assert_same(tuple(CASES[name][1](pipe, own)), expected(name, schedule.num_stages), 1e-9)
@@ -181,13 +181,13 @@ def test_each_loss_is_over_its_own_weight(name: str) -> None:
     for family in FAMILIES:
         schedule = schedules.get(family, ranks=2, microbatches=MICROBATCHES)
         if schedule.num_stages == stages:
-            check(name, schedule)
+            check_case(name, schedule)
 
 
 @pytest.mark.inductor
 def test_compiled_losses_over_their_own_weights() -> None:
     """Norms of an ensemble are compiled in test_cut_function.py."""
-    check("vmap of hvp", schedules.zb_h1(ranks=2, microbatches=MICROBATCHES), compile=True)
+    check_case("vmap of hvp", schedules.zb_h1(ranks=2, microbatches=MICROBATCHES), compile=True)
 
 
 def test_weighted_losses_within_torch_func() -> None:

@@ -18,8 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fpipe
 from fpipe import BatchError, StageError, pytree, schedules
-from tests.models import MODELS, Model, apply, assert_same, mlp, unpipelined
-from tests.transforms.helpers import pipe_of
+from tests.models import MODELS, Model, apply, assert_same, mlp, pipe_of, unpipelined
 
 TOLERANCE = 1e-9
 # The block of a GPT takes long to trace: two of them, and the V shape for the convolutions.

@@ -19,7 +19,7 @@ from fpipe import Schedule, schedules
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical, assert_same
 from tests.transforms import grid
-from tests.transforms.grid import MICROBATCHES, TRANSFORMS, bare, check, run
+from tests.transforms.grid import MICROBATCHES, TRANSFORMS, bare, check_transform, run
 
 FAMILIES = list(schedules.FAMILIES)
 every_schedule = pytest.mark.parametrize("family", FAMILIES)
@@ -53,7 +53,7 @@ def of_two_stages(family: str) -> Schedule:
 @every_transform
 @every_schedule
 def test_transform_on_a_schedule_equals_torch_func(family: str, name: str) -> None:
-    check(name, on_two_ranks(family))
+    check_transform(name, on_two_ranks(family))
 
 
 @pytest.mark.inductor
@@ -64,7 +64,7 @@ def test_compiled_transform_equals_torch_func(name: str) -> None:
     Zeros without memory, which forward mode makes, once ended the process where I and W are apart.
     """
     for family in FAMILIES:
-        check(name, of_two_stages(family), bare, True)
+        check_transform(name, of_two_stages(family), bare, True)
 
 
 # ── over two processes ──────────────────────────────────────────────────────────────────────────

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import fpipe
 from fpipe import Stage, StageError, pytree, schedules
-from tests.models import MODELS, Model, assert_same, mlp, unpipelined
-from tests.transforms.helpers import norms_of, pipe_of
+from tests.models import MODELS, Model, assert_same, mlp, pipe_of, unpipelined
+from tests.transforms.helpers import norms_of
 
 ROWS = 7
 

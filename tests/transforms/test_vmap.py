@@ -17,8 +17,8 @@ from torch.func import functional_call, grad_and_value, stack_module_state
 import fpipe
 from fpipe import BatchError, Stage, StageError, pytree, schedules
 from tests.laid_out import laid_out
-from tests.models import MODELS, apply, assert_same, mlp, short_gpt, unpipelined
-from tests.transforms.helpers import member, pipe_of, stacked
+from tests.models import MODELS, apply, assert_same, mlp, pipe_of, short_gpt, unpipelined
+from tests.transforms.helpers import member, stacked
 
 MEMBERS = 3
 
