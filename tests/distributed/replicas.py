@@ -352,28 +352,37 @@ class Unseen(async_collectives.UnderWay):
         return result
 
 
-def memory(group: Any, gather: Any, reduce: Any, width: int) -> tuple[int, int]:
-    """The planned peak of a step of the GPT of the benchmarks, and the measured one, in bytes."""
+def memory(group: Any, policies: Sequence[tuple[Any, Any]], width: int) -> list[tuple[int, int]]:
+    """The planned peak of a step of the GPT of the benchmarks, and the measured one, in bytes.
+
+    One pair for each policy; all share a trace.
+    """
     mesh = mesh_of((2, 2), ("dp", "pp"))
     schedule = fpipe.schedules.interleaved_1f1b(ranks=2, microbatches=4, stages_per_rank=2)
     stages = gpt.make_stages(schedule.num_stages, width, 8, 4)
-    pipe = fpipe.pipeline(
+    whole_step = fpipe.pipeline(
         [gpt.stage_function(stage) for stage in stages],
         gpt.batch_loss,
-        schedule.sharded(gather, reduce),
+        schedule,
         mesh=mesh,
         data="dp",
         compile=False,
     )
-    params = pipe.shard(pipe.local([dict(stage.named_parameters()) for stage in stages]))
+    params = whole_step.shard(
+        whole_step.local([dict(stage.named_parameters()) for stage in stages])
+    )
     batch = gpt.make_batch(8, 32, mesh.get_local_rank("dp"), 2)
-    pipe.step(params, batch)
-    program = pipe.programs(params, batch)[pipe.rank or 0]
     held = [*pytree.flatten(params)[0], *batch.values()]
-    with patch("fpipe.program.async_collectives.UnderWay", Unseen), Meter(held) as meter:
-        result = pipe.step(params, batch)
-    del result
-    return program.peak_bytes, meter.peak
+    peaks = []
+    for policy in policies:
+        pipe = whole_step.with_schedule(schedule.sharded(*policy))
+        pipe.step(params, batch)
+        program = pipe.programs(params, batch)[pipe.rank or 0]
+        with patch("fpipe.program.async_collectives.UnderWay", Unseen), Meter(held) as meter:
+            result = pipe.step(params, batch)
+        del result
+        peaks.append((program.peak_bytes, meter.peak))
+    return peaks
 
 
 # ── three dimensions ────────────────────────────────────────────────────────────────────────────

@@ -177,9 +177,12 @@ def make(
 def pipeline(
     kind: str, module: nn.Module, schedule: Schedule, layers: int = 2, **options: Any
 ) -> Any:
-    """A pipeline of four stages or of two; each stage of two has one of two layers."""
+    """A pipeline of four stages or of two; each stage of two has one of two layers.
+
+    The first stage has no layer where there is one, or none.
+    """
     cuts = MODELS[kind][2]
-    chosen = cuts if schedule.num_stages == 4 else cuts[layers - 1 : layers]
+    chosen = cuts if schedule.num_stages == 4 else [cuts[max(layers - 1, 0)]]
     return fpipe.from_module(module, schedule=schedule, cuts=chosen, loss=surprise, **options)
 
 

@@ -59,11 +59,11 @@ def test_divided_module_is_computed_again(
 
 @pytest.mark.inductor
 def test_divided_module_is_compiled(crew: Crew) -> None:
-    """It gathers, reduces and scatters; a second layer would have the same kernels.
+    """Embedding, norm and head gather, reduce and scatter; layers have the same collectives.
 
     A backward that is cut in two, of layers that are divided, is compiled in `test_sharded`.
     """
-    check(crew, "gpt", PP_TP, "one_f_one_b", layers=1, compile=True)
+    check_divided(crew, "gpt", PP_TP, "one_f_one_b", layers=0, compile=True)
 
 
 @pytest.mark.parametrize("family", ["one_f_one_b", "zb_h1"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from tests.modules.helpers import detached, on_meta, pipe_of, unpipelined
+from tests import warm
+from tests.modules.helpers import detached, module_pipe, on_meta, unpipelined
 from tests.modules.hugging_face import ARCHITECTURES, batch_of, build, cross_entropy
 
 ROOT: Final = Path(__file__).parents[2]
@@ -189,11 +188,11 @@ def test_wrong_buffers_are_refused() -> None:
 def test_billions_of_parameters_are_divided_and_traced_without_weights(tmp_path: Path) -> None:
     """Six of the 32 layers of a Llama of seven billion parameters."""
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "benchmarks.trace.run", "--layers", "6"]
-    command += ["--json", str(report)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = ("--layers", "6", "--json", str(report))
+    module = "benchmarks.trace.run"
+    done = warm.run(module, *arguments, folder=ROOT, scratch=tmp_path, timeout=280)
+    assert done.code == 0, done.output
     *_, (last, seconds, gibibytes) = json.loads(report.read_text("utf-8"))["rows"]
     assert last == "all of it" and seconds < 60 and gibibytes < 2
-    assert "- parameters: 1.476 billion" in done.stdout
-    assert "model.layers.4" in done.stdout and "evenness 82.5%" in done.stdout
+    assert "- parameters: 1.476 billion" in done.output
+    assert "model.layers.4" in done.output and "evenness 82.5%" in done.output
