@@ -13,6 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+__all__ = ["causal_lm", "masked_lm"]
+
 IGNORED: Final = -100
 """The label of a token that does not count."""
 
@@ -60,6 +62,12 @@ def masked_lm(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]
 
     Args and returns are those of `causal_lm`, but for the label at a place, which is what the
     logits at that place predict.
+
+    Example:
+        >>> logits, labels = torch.zeros(2, 3, 5), torch.tensor([[0, -100, 1], [-100, -100, 4]])
+        >>> total, count = masked_lm(logits, {"labels": labels})
+        >>> round(total.item() / count.item(), 4), count.item()  # the logarithm of 5
+        (1.6094, 3)
     """
     return _summed(_logits(output), batch["labels"])
 

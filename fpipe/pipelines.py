@@ -32,6 +32,15 @@ class Pipeline(Loadable):
     Attributes:
         schedule: what it runs.
         rank: the rank that this process drives; None if it drives all of them.
+
+    Example:
+        >>> import torch, fpipe
+        >>> schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
+        >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+        >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+        >>> params = [torch.tensor(2.0), torch.tensor(1.0)]
+        >>> pipe
+        <Pipeline of <Schedule zb_h1: 2 ranks, 2 stages, 2 microbatches>>
     """
 
     def __init__(self, definition: Definition, like: Engine | None = None) -> None:
@@ -90,6 +99,16 @@ class Pipeline(Loadable):
             PipelineError: an action failed; the pipeline can be used again. Over a process group
                 whatever goes wrong on any rank is a PipelineError on every rank, whose cause on the
                 rank at fault is the original error; it says whether the pipeline can be used again.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
+            >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+            >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+            >>> params = [torch.tensor(2.0), torch.tensor(1.0)]
+            >>> loss, grads = pipe.step(params, torch.tensor([1.0, 2.0, 3.0]))
+            >>> loss.item(), [grad.item() for grad in grads]
+            (5.0, [2.0, 1.0])
         """
         arguments, key = self._engine.in_order("step", arguments, key, named)
         return self._engine.step(params, *arguments, key=key)
@@ -111,6 +130,18 @@ class Pipeline(Loadable):
         Raises:
             FpipeError: it is differentiated three times, by what it cannot be, or by another
                 transform of `torch.func`; says what to use instead.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
+            >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+            >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+            >>> params = [torch.tensor(2.0), torch.tensor(1.0)]
+            >>> pipe.value(params, torch.tensor([1.0, 2.0, 3.0])).item()
+            5.0
+            >>> weights = tuple(params)
+            >>> torch.func.grad(lambda w: pipe.value(list(w), torch.ones(2)))(weights)[0].item()
+            1.0
         """
         arguments, key = self._engine.in_order("value", arguments, key, named)
         loss: Tensor = self._engine.value(params, *arguments, key=key)
@@ -153,6 +184,15 @@ class Pipeline(Loadable):
         Raises:
             BatchError: as in `step`, or an output leaf cannot be concatenated.
             StageError: as in `step`, or one function declares no aux.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
+            >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+            >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+            >>> params = [torch.tensor(2.0), torch.tensor(1.0)]
+            >>> pipe.forward(params, torch.tensor([1.0, 2.0, 3.0])).tolist()
+            [3.0, 5.0, 7.0]
         """
         arguments, key = self._engine.in_order("forward", arguments, key, named)
         return self._engine.forward(params, *arguments, key=key, out_dims=out_dims)
@@ -170,6 +210,20 @@ class Pipeline(Loadable):
         Raises:
             ScheduleError: the schedule cannot run.
             StageError: it has another number of stages, or of ranks than the process group.
+
+        Returns:
+            A pipeline of the same kind.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
+            >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+            >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+            >>> params = [torch.tensor(2.0), torch.tensor(1.0)]
+            >>> other = pipe.with_schedule(fpipe.schedules.gpipe(ranks=2, microbatches=4))
+            >>> batch = torch.ones(4)
+            >>> bool(other.value(params, batch) == pipe.value(params, batch))
+            True
         """
         return type(self)(replace(self._engine.definition, schedule=schedule), like=self._engine)
 
@@ -179,6 +233,21 @@ class Pipeline(Loadable):
         Args:
             params: sequence with one entry per stage, of any kind: parameters, optimizers, names.
                 The parameters of one function, which has no parts, are returned whole.
+
+        Returns:
+            A list of as many entries; in one process the whole of `params`.
+
+        Raises:
+            BatchError: `params` has not one entry per stage.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
+            >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+            >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+            >>> params = [torch.tensor(2.0), torch.tensor(1.0)]
+            >>> pipe.local(["first", "last"])
+            ['first', 'last']
         """
         return self._engine.local(params)
 
@@ -192,6 +261,27 @@ class Pipeline(Loadable):
         CPU or on the devices of the pipeline, then runs these programs. They depend on no key:
         it may be left out. Over a process group it is a collective, as a step is: every rank calls
         it, outside of any ``if rank == 0``, and one may print what it returns.
+
+        Args:
+            params: as in `step`.
+            arguments: as in `step`.
+            key: as in `step`.
+            named: as in `step`.
+
+        Returns:
+            A program for each rank, in their order.
+
+        Raises:
+            BatchError: as in `step`, and so are StageError, ScheduleError and PipelineError.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
+            >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+            >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+            >>> params = [torch.tensor(2.0), torch.tensor(1.0)]
+            >>> [program.peak_bytes for program in pipe.programs(params, torch.ones(4))]
+            [20, 24]
         """
         return self._engine.programs("step", params, *arguments, key=key, **named)
 
@@ -211,6 +301,18 @@ class Pipeline(Loadable):
 
         Raises:
             PipelineError: over a process group, as in `step`, and where another rank has raised.
+
+        Returns:
+            The sum; in one process the number itself.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
+            >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+            >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+            >>> params = [torch.tensor(2.0), torch.tensor(1.0)]
+            >>> pipe.add_up(3)
+            3
         """
         make = value if callable(value) else lambda: value
         return self._engine.add_up(lambda: Addend(make()), deed=deed, call=call)[0]

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+__all__ = ["bf16"]
+
 # torch 2.13 has renamed it.
 _scatter: Final[Callable[..., dist.Work]] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor

@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from enum import StrEnum
 from graphlib import CycleError, TopologicalSorter
 from importlib import metadata
 from io import StringIO
@@ -236,6 +238,39 @@ def test_sentences_begin_with_their_subject() -> None:
 def test_public_names_are_pinned() -> None:
     assert set(fpipe.__all__) == PUBLIC_PURE | PUBLIC_ON_TORCH | PUBLIC_MODULES
     assert len(fpipe.__all__) == len(set(fpipe.__all__))
+
+
+def public_callables() -> Iterator[tuple[str, str, str]]:
+    """Public functions, classes and their own methods: name, docstring, and where else to look."""
+    for name in sorted(fpipe.__all__):
+        value = getattr(fpipe, name)
+        members = {name: value}
+        if name in PUBLIC_MODULES:
+            members = {f"{name}.{part}": getattr(value, part) for part in value.__all__}
+        for label, member in members.items():
+            if not callable(member):
+                continue
+            whole = inspect.getdoc(member) or ""
+            is_record = isinstance(member, type) and issubclass(member, tuple | Exception | StrEnum)
+            if not is_record:
+                yield label, whole, ""
+            for part, method in vars(member).items() if isinstance(member, type) else ():
+                function = getattr(method, "__func__", method)
+                if inspect.isfunction(function) and not part.startswith("_") and not is_record:
+                    siblings = "".join(
+                        inspect.getdoc(other) or "" for other in vars(member).values()
+                    )
+                    yield f"{label}.{part}", inspect.getdoc(function) or "", whole + siblings
+
+
+def test_public_names_have_an_example() -> None:
+    # That of a class or of another method will do, if it calls the method.
+    without = [
+        name
+        for name, text, elsewhere in public_callables()
+        if ">>>" not in text and f".{name.rpartition('.')[2]}(" not in elsewhere
+    ]
+    assert not without
 
 
 def test_public_names_exist_and_are_listed() -> None:

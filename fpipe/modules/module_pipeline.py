@@ -46,6 +46,16 @@ class ModulePipeline(Pipeline):
         cuts: the submodules after which a stage ends; None where the forward calls `fpipe.cut`.
         balance: the table of the stages whose cuts were chosen; None if the user named them, and
             for a pipeline that `with_schedule` or a transform has made of another.
+
+    Example:
+        >>> import torch, fpipe
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+        >>> pipe = fpipe.from_module(
+        ...     net, loss=lambda y, _: y.mean(), schedule=schedule, cuts=["1"], compile=False
+        ... )
+        >>> pipe.cuts
+        ('1',)
     """
 
     def __init__(

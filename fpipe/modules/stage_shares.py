@@ -58,6 +58,14 @@ class Balance:
         parts: the name of each candidate, with the load of the part that it ends; the last part has
             no name.
         unit: of the loads, ``"FLOP"`` or ``"s"``.
+
+    Example:
+        >>> import torch, fpipe
+        >>> module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+        >>> batch, loss = {"input": torch.ones(4, 8)}, lambda output, batch: output.sum()
+        >>> fpipe.balance(module, schedule, batch, loss=loss).cuts
+        ('1',)
     """
 
     cuts: tuple[str, ...]

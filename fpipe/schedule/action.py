@@ -1,12 +1,14 @@
-"""One action of a schedule: `2F0` is the forward (F) of stage 2 on microbatch 0."""
+"""An action of a schedule: `2F0` is the forward (F) of stage 2 on microbatch 0; rows of them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping, Sequence, Set
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, a_type
+from fpipe.schedule.arguments import is_several, plain_integer
 
 
 class Op(StrEnum):
@@ -96,3 +98,80 @@ _RULE: Final = (
 def _short(text: object) -> str:
     shown = repr(text)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+_NUMBERS: Final = (int, type(None))  # the usual types of a microbatch
+
+
+def in_order(name: str, values: Iterable[Any], of: str) -> tuple[Any, ...]:
+    """Ordered values as a tuple.
+
+    Raises:
+        ScheduleError: they have no order; `of` says what they should be.
+    """
+    if isinstance(values, Mapping | Set) or not is_several(values):
+        raise ScheduleError(
+            f"{name}={values!r:.60} is {a_type(values)}: it must be a sequence with {of}, "
+            "such as a list"
+        )
+    return tuple(values)
+
+
+def check_form(placement: Sequence[int], actions: Sequence[Sequence[Action]]) -> None:
+    """Refuse a placement that does not fit the rows.
+
+    Raises:
+        ScheduleError: says which stage.
+    """
+    if not placement or not actions:
+        raise ScheduleError(
+            f"placement={tuple(placement)!r:.60} with {len(actions)} ranks: "
+            "a schedule needs at least one stage and one rank"
+        )
+    for stage, rank in enumerate(placement):
+        if not isinstance(rank, int) or not 0 <= rank < len(actions):
+            raise ScheduleError(
+                f"placement[{stage}]={rank!r:.60} must be a rank from 0 to {len(actions) - 1}, "
+                f"because actions has {len(actions)} rows"
+            )
+
+
+def plain_or_same(number: Any) -> Any:
+    """An integer of any type, such as numpy's, as an int; other values stay, for the checks."""
+    plain = plain_integer(number)
+    return number if plain is None else int(plain)  # a bool is an integer that prints as a word
+
+
+def plain_row(rank: int, row: tuple[Action, ...]) -> tuple[Action, ...]:
+    """A row of actions whose stage and microbatch are Python integers.
+
+    Raises:
+        ScheduleError: an entry is no action.
+    """
+    if all(
+        type(action) is Action
+        and type(action[0]) is int
+        and type(action[1]) is Op
+        and type(action[2]) in _NUMBERS
+        for action in row
+    ):
+        return row
+    return tuple(_plain_action(action, f"actions[{rank}][{at}]") for at, action in enumerate(row))
+
+
+def _plain_action(action: object, place: str) -> Action:
+    if not isinstance(action, Action):
+        raise ScheduleError(
+            f"{place}={action!r:.60} must be a fpipe.Action; fpipe.Action.parse('2F0') reads one "
+            "from text"
+        )
+    stage, op, microbatch = plain_or_same(action.stage), action.op, plain_or_same(action.microbatch)
+    if not isinstance(stage, int):
+        fault = f"stage={stage!r:.60}: it must be the number of a stage"
+    elif not isinstance(op, str) or op not in Op.__members__:
+        fault = f"op={op!r:.60}: it must be one of {', '.join(Op)}"
+    elif not isinstance(microbatch, int | None):
+        fault = f"microbatch={microbatch!r:.60}: it must be a number, or None for a whole stage"
+    else:
+        return Action(stage, Op[op], microbatch)
+    raise ScheduleError(f"{place} has {fault}")

@@ -149,7 +149,9 @@ def checked_pair(pair: object) -> float | None:
     return number
 
 
-def checked_speed(speed: Iterable[float]) -> tuple[float, ...]:
+def checked_speed(speed: Iterable[float] | None) -> tuple[float, ...] | None:
+    if speed is None:
+        return None
     if not is_several(speed):
         raise ScheduleError(f"cost speed={speed!r:.60} must be a sequence, a number per rank")
     check_ordered("cost speed", speed, "rank", "None where all are alike")
@@ -161,7 +163,9 @@ def checked_speed(speed: Iterable[float]) -> tuple[float, ...]:
     return values
 
 
-def checked_sizes(name: str, sizes: Iterable[float]) -> tuple[float, ...]:
+def checked_sizes(name: str, sizes: Iterable[float] | None) -> tuple[float, ...] | None:
+    if sizes is None:
+        return None
     if not is_several(sizes):
         raise ScheduleError(
             f"cost {name}={sizes!r:.60} must be a sequence, a number per microbatch"

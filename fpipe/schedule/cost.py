@@ -111,12 +111,13 @@ class Cost:
             is not square; a size is 0.
 
     Example:
-        >>> from fpipe import Cost
         >>> cost = Cost(f=10, i=12, w=8, comm=1)
         >>> cost.on([0, 1, 1, 0]).f  # two stages per rank: half of it each
         (5.0, 5.0, 5.0, 5.0)
         >>> Cost(f=[1, 2, 1, 3], i=1, w=1).on([0, 1, 1, 0]).f
         (1, 2, 1, 3)
+        >>> cost.hop(0, 1), cost.transfer_between(0, 1), cost.message_of(0), cost.way(0, 1)
+        (1, 0, 1, (0, 1))
     """
 
     f: PerStage
@@ -173,7 +174,7 @@ class Cost:
             "b": None if b is None else per_stage("b", b),
             "activation": per_stage("activation", activation),
             "freed_by_i": per_stage("freed_by_i", freed_by_i, signed=True),
-            "sizes": None if sizes is None else checked_sizes("sizes", sizes),
+            "sizes": checked_sizes("sizes", sizes),
             "unshard": per_stage("unshard", unshard),
             "reduce_grad": per_stage("reduce_grad", reduce_grad),
             "collective_lane": checked_flag("collective_lane", collective_lane),
@@ -182,13 +183,11 @@ class Cost:
             "recompute": None if recompute is None else per_stage("recompute", recompute),
             "kept": None if kept is None else per_stage("kept", kept),
             "pair": checked_pair(pair),
-            "speed": None if speed is None else checked_speed(speed),
+            "speed": checked_speed(speed),
             "message": per_stage("message", message),
             "shared": checked_shared(shared),
             "blocking": checked_flag("blocking", blocking),
-            "memory_sizes": (
-                None if memory_sizes is None else checked_sizes("memory_sizes", memory_sizes)
-            ),
+            "memory_sizes": checked_sizes("memory_sizes", memory_sizes),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -199,7 +198,14 @@ class Cost:
         The command line takes it, as ``--cost cost.json``.
 
         Returns:
-            The content of the file: the arguments of `Cost` that are not None.
+            Its text: the arguments of `Cost` that are not None.
+
+        Example:
+            >>> import tempfile, fpipe
+            >>> with tempfile.NamedTemporaryFile() as file:
+            ...     _ = fpipe.Cost(f=1, i=1, w=2).to_json(file.name)
+            ...     fpipe.Cost.from_json(file.name).w
+            2
         """
         return save(path, format_cost(vars(self)))
 
@@ -277,7 +283,7 @@ class Cost:
         """
         each = choices_of(remat, len(plain_placement(placement)))
         if "full" in each:
-            self.check_kept()
+            check_kept(self)
         costs, p = self.on(placement), max(placement) + 1
         more = costs.f
         if self.recompute is not None:
@@ -288,14 +294,6 @@ class Cost:
         if self.b is None:
             del changed["b"]
         return replace(self, **changed, recompute=None, kept=None, speed=None)
-
-    def check_kept(self) -> None:
-        """Raise a `ScheduleError` unless `kept` is known."""
-        if self.kept is None:
-            raise ScheduleError(
-                "cost.kept=None does not say what a stage keeps that computes its values again: "
-                "give the activation of its input"
-            )
 
     def on(self, placement: Sequence[int], ranks: int | None = None) -> StageCosts:
         """The cost of each stage under a placement (stage → rank).
@@ -364,6 +362,8 @@ class Cost:
             >>> from fpipe import Cost
             >>> Cost(f=1, i=1, w=1).sizes_of(3), Cost(f=1, i=1, w=1, sizes=[1, 0.5]).sizes_of(2)
             ((1, 1, 1), (1, 0.5))
+            >>> Cost(f=1, i=1, w=1).memory_sizes_of(2)
+            (1, 1)
         """
         return values_of_microbatches("sizes", self.sizes, microbatches)
 
@@ -410,17 +410,12 @@ class Cost:
         """Latency from one rank to another; 0 from a rank to itself.
 
         Raises:
-            ScheduleError: `source` or `target` is not the number of a rank, or `comm` is a table
-                without them.
+            ScheduleError: one of them is not the number of a rank, or `comm` has no place for it.
         """
         return between_ranks("comm", self.comm, source, target)
 
     def transfer_between(self, source: int, target: int) -> float:
-        """The transfer of a message of 1 from one rank to another; 0 to itself.
-
-        Raises:
-            ScheduleError: as for `hop`.
-        """
+        """The transfer of a message of 1 from one rank to another, as `hop` the latency."""
         return between_ranks("transfer", self.transfer, source, target)
 
     def message_of(self, stage: int) -> float:
@@ -443,4 +438,13 @@ def check_cost(cost: object) -> None:
     if not isinstance(cost, Cost):
         raise ScheduleError(
             f"cost={cost!r:.60} is {a_type(cost)}: make one with fpipe.Cost(f=1, i=1, w=1)"
+        )
+
+
+def check_kept(cost: Cost) -> None:
+    """Raise a `ScheduleError` unless `kept` is known."""
+    if cost.kept is None:
+        raise ScheduleError(
+            "cost.kept=None does not say what a stage keeps that computes its values again: "
+            "give the activation of its input"
         )

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 from fpipe.errors import ScheduleError, a_type
-from fpipe.schedule.action import SHARDING_OPS, Action, Op
-from fpipe.schedule.arguments import is_several, plain_integer
+from fpipe.schedule.action import (
+    SHARDING_OPS,
+    Action,
+    Op,
+    check_form,
+    in_order,
+    plain_or_same,
+    plain_row,
+)
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.exchange.csv_file import format_csv, parse_csv
 from fpipe.schedule.exchange.files import PathLike, load, save
@@ -21,7 +28,6 @@ from fpipe.schedule.grid import one_line, sizes, text_grid
 from fpipe.schedule.placements import stages_on
 from fpipe.schedule.whole_stage import STEP, gathered_at_once, sharded_rows, updated_rows
 
-_NUMBERS: Final = (int, type(None))  # the usual types of a microbatch
 LARGEST_SHOWN: Final = 20_000  # actions in a notebook's picture: about two megabytes
 
 
@@ -62,17 +68,17 @@ class Schedule:
         actions: Iterable[Iterable[Action]],
         name: str = "custom",
     ) -> None:
-        ranks = _in_order("placement", placement, "the rank of each stage")
-        rows = _in_order("actions", actions, "the actions of each rank")
+        ranks = in_order("placement", placement, "the rank of each stage")
+        rows = in_order("actions", actions, "the actions of each rank")
         rows = tuple(
-            _in_order(f"actions[{rank}]", row, "the actions of a rank")
+            in_order(f"actions[{rank}]", row, "the actions of a rank")
             for rank, row in enumerate(rows)
         )
         if not isinstance(name, str):
             raise ScheduleError(f"name={name!r:.60} is {a_type(name)}: it must be text")
-        ranks = tuple(map(_plain, ranks))
-        _check_form(ranks, rows)
-        rows = tuple(_plain_row(rank, row) for rank, row in enumerate(rows))
+        ranks = tuple(map(plain_or_same, ranks))
+        check_form(ranks, rows)
+        rows = tuple(plain_row(rank, row) for rank, row in enumerate(rows))
         object.__setattr__(self, "placement", ranks)
         object.__setattr__(self, "actions", rows)
         object.__setattr__(self, "name", name)
@@ -201,7 +207,19 @@ class Schedule:
         return Schedule(self.placement, rows, name=self.name)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that the placement puts on `rank`, in order."""
+        """The stages that the placement puts on `rank`, in order.
+
+        Args:
+            rank: its number.
+
+        Returns:
+            Their numbers; () for a rank without any.
+
+        Example:
+            >>> from fpipe import schedules
+            >>> schedules.zbv(ranks=2, microbatches=4).stages_of(0)
+            (0, 3)
+        """
         return stages_on(self.placement, rank)
 
     def to_csv(self, path: PathLike | None = None, *, overlap: bool = False) -> str:
@@ -218,6 +236,11 @@ class Schedule:
 
         Raises:
             ScheduleError: the placement does not follow from the rows; CSV has no place for it.
+
+        Example:
+            >>> from fpipe import schedules
+            >>> schedules.gpipe(ranks=2, microbatches=1).to_csv().split()
+            ['0F0,0B0', '1F0,1B0']
         """
         return save(path, format_csv(self.placement, self.actions, overlap=overlap))
 
@@ -250,6 +273,15 @@ class Schedule:
 
         Returns:
             The text of the file; `fpipe.schedule.exchange.json_file` describes the form.
+
+        Args:
+            path: the file to write; None to write none.
+
+        Example:
+            >>> import json
+            >>> from fpipe import schedules
+            >>> json.loads(schedules.gpipe(ranks=2, microbatches=1).to_json())["placement"]
+            [0, 1]
         """
         return save(path, format_json(self.placement, self.actions, self.name))
 
@@ -260,6 +292,17 @@ class Schedule:
         Raises:
             ScheduleError: the file is malformed; the text names the place and the reason.
             OSError: it cannot be opened.
+
+        Args:
+            path: the file.
+
+        Example:
+            >>> import tempfile, fpipe
+            >>> zbv = fpipe.schedules.zbv(ranks=2, microbatches=4)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     _ = zbv.to_json(f"{folder}/zbv.json")
+            ...     fpipe.Schedule.from_json(f"{folder}/zbv.json") == zbv
+            True
         """
         return cls(*parse_json(load(path), source=str(path)))
 
@@ -268,6 +311,15 @@ class Schedule:
 
         Returns:
             The text of the file; `fpipe.schedule.exchange.text_form` describes the form.
+
+        Args:
+            path: the file to write; None to write none.
+
+        Example:
+            >>> from fpipe import Schedule, schedules
+            >>> gpipe = schedules.gpipe(ranks=2, microbatches=2)
+            >>> Schedule.from_text(gpipe.to_text()) == gpipe
+            True
         """
         return save(path, format_text(self.placement, self.actions, self.name))
 
@@ -325,6 +377,14 @@ class Schedule:
         """Draw the schedule as one HTML file to look around in: hover, zoom, move.
 
         Times, arguments, result and errors are those of `to_svg`.
+
+        Args:
+            path: the file to write; None to write none.
+
+        Example:
+            >>> from fpipe import schedules
+            >>> "</html>" in schedules.gpipe(ranks=2, microbatches=2).to_html()
+            True
         """
         from fpipe.schedule.picture.chart_data import unit_chart
         from fpipe.schedule.picture.page import page
@@ -335,6 +395,16 @@ class Schedule:
         """Write the schedule as a trace for https://ui.perfetto.dev, a unit of time as 1 ms.
 
         Times, arguments, result and errors are those of `to_svg`.
+
+        Args:
+            path: the file to write; None to write none.
+
+        Example:
+            >>> import json
+            >>> from fpipe import schedules
+            >>> trace = json.loads(schedules.gpipe(ranks=2, microbatches=2).to_trace())
+            >>> "traceEvents" in trace
+            True
         """
         from fpipe.schedule.picture.chart_data import unit_chart
         from fpipe.schedule.picture.trace import trace
@@ -375,64 +445,3 @@ class Schedule:
         """Name and size in one line."""
         counts = sizes(self.num_ranks, self.num_stages, self.num_microbatches)
         return f"{one_line(self.name)}: {counts}"
-
-
-def _in_order(name: str, values: Iterable[Any], of: str) -> tuple[Any, ...]:
-    """Ordered values as a tuple."""
-    if isinstance(values, Mapping | Set) or not is_several(values):
-        raise ScheduleError(
-            f"{name}={values!r:.60} is {a_type(values)}: it must be a sequence with {of}, "
-            "such as a list"
-        )
-    return tuple(values)
-
-
-def _check_form(placement: Sequence[int], actions: Sequence[Sequence[Action]]) -> None:
-    if not placement or not actions:
-        raise ScheduleError(
-            f"placement={tuple(placement)!r:.60} with {len(actions)} ranks: "
-            "a schedule needs at least one stage and one rank"
-        )
-    for stage, rank in enumerate(placement):
-        if not isinstance(rank, int) or not 0 <= rank < len(actions):
-            raise ScheduleError(
-                f"placement[{stage}]={rank!r:.60} must be a rank from 0 to {len(actions) - 1}, "
-                f"because actions has {len(actions)} rows"
-            )
-
-
-def _plain(number: Any) -> Any:
-    """An integer of any type, such as numpy's, as an int; other values stay, for the checks."""
-    plain = plain_integer(number)
-    return number if plain is None else int(plain)  # a bool is an integer that prints as a word
-
-
-def _plain_row(rank: int, row: tuple[Action, ...]) -> tuple[Action, ...]:
-    """A row of actions whose stage and microbatch are Python integers."""
-    if all(
-        type(action) is Action
-        and type(action[0]) is int
-        and type(action[1]) is Op
-        and type(action[2]) in _NUMBERS
-        for action in row
-    ):
-        return row
-    return tuple(_plain_action(action, f"actions[{rank}][{at}]") for at, action in enumerate(row))
-
-
-def _plain_action(action: object, place: str) -> Action:
-    if not isinstance(action, Action):
-        raise ScheduleError(
-            f"{place}={action!r:.60} must be a fpipe.Action; fpipe.Action.parse('2F0') reads one "
-            "from text"
-        )
-    stage, op, microbatch = _plain(action.stage), action.op, _plain(action.microbatch)
-    if not isinstance(stage, int):
-        fault = f"stage={stage!r:.60}: it must be the number of a stage"
-    elif not isinstance(op, str) or op not in Op.__members__:
-        fault = f"op={op!r:.60}: it must be one of {', '.join(Op)}"
-    elif not isinstance(microbatch, int | None):
-        fault = f"microbatch={microbatch!r:.60}: it must be a number, or None for a whole stage"
-    else:
-        return Action(stage, Op[op], microbatch)
-    raise ScheduleError(f"{place} has {fault}")

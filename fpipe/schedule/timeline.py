@@ -185,6 +185,12 @@ class Timeline:
 
         Raises:
             ScheduleError: there is no such rank.
+
+        Example:
+            >>> import fpipe
+            >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
+            >>> fpipe.simulate(schedule, fpipe.Cost(f=1, i=1, w=1)).memory(0)
+            ((0.0, 1), (3.0, 0))
         """
         return held(self.events[self._checked(rank)], self._each)
 
@@ -308,6 +314,13 @@ class Timeline:
         Raises:
             ScheduleError: `width` is too small, `unit` is not text, or `beside` is not a sequence
                 of timelines.
+
+        Example:
+            >>> import fpipe
+            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=3)
+            >>> timeline = fpipe.simulate(schedule, fpipe.Cost(f=1, i=1, w=1))
+            >>> timeline.to_svg(unit="ms").startswith("<svg")
+            True
         """
         from fpipe.schedule.picture.svg import svg
 
@@ -324,6 +337,18 @@ class Timeline:
 
         Over an action it shows start, end and wait. Arguments, result and errors are those of
         `to_svg`.
+
+        Args:
+            path: as for `to_svg`.
+            unit: as for `to_svg`.
+            beside: as for `to_svg`.
+
+        Example:
+            >>> import fpipe
+            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=3)
+            >>> timeline = fpipe.simulate(schedule, fpipe.Cost(f=1, i=1, w=1))
+            >>> "</html>" in timeline.to_html()
+            True
         """
         from fpipe.schedule.picture.page import page
 
@@ -335,6 +360,18 @@ class Timeline:
         `fpipe.schedule.picture.trace` describes its content. Times are exact where `unit` is "s",
         "ms" or "us", or where the timeline was recorded; else a unit is shown as 1 ms. Arguments
         and result are those of `to_svg`.
+
+        Args:
+            path: as for `to_svg`.
+            unit: as for `to_svg`.
+
+        Example:
+            >>> import json
+            >>> import fpipe
+            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=3)
+            >>> timeline = fpipe.simulate(schedule, fpipe.Cost(f=1, i=1, w=1))
+            >>> "traceEvents" in json.loads(timeline.to_trace(unit="ms"))
+            True
         """
         from fpipe.schedule.picture.trace import trace
 

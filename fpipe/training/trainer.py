@@ -35,6 +35,16 @@ class Trainer:
 
     Attributes:
         pipe: computes loss and gradients.
+
+    Example:
+        >>> import torch, fpipe
+        >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+        >>> pipe = fpipe.pipeline([torch.mul], lambda y, _: y.mean(), schedule, compile=False)
+        >>> trainer = fpipe.train(pipe, torch.optim.SGD, lr=0.5)
+        >>> params = [torch.tensor(3.0)]
+        >>> loss, params, state, norm = trainer.step(params, trainer.init(params), torch.ones(2))
+        >>> params[0].item()
+        2.5
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -57,6 +67,17 @@ class Trainer:
 
         Raises:
             FpipeError: in one process, the optimizer changes none of the parameters.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+            >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+            >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+            >>> trainer = fpipe.train(pipe, torch.optim.SGD, lr=0.5)
+            >>> params = [torch.tensor(2.0), torch.tensor(0.0)]
+            >>> state = trainer.init(params)
+            >>> int(state.steps)
+            0
         """
         rule, alone = self._rule, self.pipe.rank is None
         if alone and isinstance(rule, LeafByLeaf) and not any(map(bool, rule.trained(params))):
@@ -104,6 +125,18 @@ class Trainer:
                 `params`.
             BatchError: as `Pipeline.step` raises it, and so are StageError, ScheduleError and
                 PipelineError.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+            >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+            >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+            >>> trainer = fpipe.train(pipe, torch.optim.SGD, lr=0.5)
+            >>> params = [torch.tensor(2.0), torch.tensor(0.0)]
+            >>> state = trainer.init(params)
+            >>> loss, params, state, norm = trainer.step(params, state, torch.ones(4))
+            >>> loss.item(), [param.item() for param in params]
+            (2.0, [1.5, -0.5])
         """
         if not isinstance(state, TrainState):
             raise FpipeError(
@@ -128,6 +161,18 @@ class Trainer:
 
         Raises:
             FpipeError: the trainer has no ``ema``, or `state` does not belong to `params`.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+            >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+            >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+            >>> trainer = fpipe.train(pipe, torch.optim.SGD, lr=0.5, ema=0.5)
+            >>> params = [torch.tensor(2.0), torch.tensor(0.0)]
+            >>> state = trainer.init(params)
+            >>> _, params, state, _ = trainer.step(params, state, torch.ones(4))
+            >>> trainer.averages(params, state)[0].item()
+            1.75
         """
         if not self._settings.averages or not isinstance(self._rule, LeafByLeaf):
             raise FpipeError(
@@ -140,6 +185,23 @@ class Trainer:
 
         Args:
             transform: makes the pipeline of the ensemble.
+
+        Returns:
+            A trainer whose ``step`` takes stacked parameters.
+
+        Raises:
+            FpipeError: its optimizer is a pair of functions, or it skips steps.
+
+        Example:
+            >>> import functools
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+            >>> pipe = fpipe.pipeline([torch.mul], lambda y, _: y.mean(), schedule, compile=False)
+            >>> trainer = fpipe.train(pipe, torch.optim.SGD, lr=0.5)
+            >>> both = trainer.of_members(functools.partial(fpipe.vmap, in_dims=(0, None)))
+            >>> params = [torch.tensor([3.0, 5.0])]
+            >>> both.step(params, both.init(params), torch.ones(2)).loss.tolist()
+            [3.0, 5.0]
         """
         if not isinstance(self._rule, LeafByLeaf):
             raise FpipeError(
@@ -168,6 +230,20 @@ class Trainer:
         Arguments are those of `Pipeline.programs`. Where stages are not updated within the step,
         as with ``clip="wait"``, its programs are those of the pipeline. ``program.peak_bytes``
         counts the parameters that a step makes, and not the state of the optimizer.
+
+        Returns:
+            A program for each rank, in their order.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+            >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+            >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+            >>> trainer = fpipe.train(pipe, torch.optim.SGD, lr=0.5)
+            >>> params = [torch.tensor(2.0), torch.tensor(0.0)]
+            >>> state = trainer.init(params)
+            >>> len(trainer.programs(params, torch.ones(4)))
+            2
         """
         within = self._settings.rule_within(()) is not None
         clips = self._settings.max_norm is not None
@@ -205,6 +281,20 @@ class Trainer:
                 `model_state` is missing.
             PipelineError: a process cannot write, or something else is at `path`; or the last
                 `save_async` has failed and nobody has waited for it.
+
+        Example:
+            >>> import os, tempfile
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+            >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+            >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+            >>> trainer = fpipe.train(pipe, torch.optim.SGD, lr=0.5)
+            >>> params = [torch.tensor(2.0), torch.tensor(0.0)]
+            >>> state = trainer.init(params)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     trainer.save(os.path.join(folder, "last"), params, state, step=7)
+            ...     trainer.load(os.path.join(folder, "last")).step
+            7
         """
         content = self._content(params, state, model_state, step, extra, keep)
         savers = savers_of(engine_of(self.pipe).definition, content.tensors)
@@ -293,6 +383,21 @@ class Trainer:
             BatchError: the directory is none that `save` has written to its end, is mixed of
                 several, or does not fit; so where it was saved with another optimizer.
             PipelineError: over a process group, another rank has raised this.
+
+        Example:
+            >>> import os, tempfile
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+            >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+            >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+            >>> trainer = fpipe.train(pipe, torch.optim.SGD, lr=0.5)
+            >>> params = [torch.tensor(2.0), torch.tensor(0.0)]
+            >>> state = trainer.init(params)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     trainer.save(os.path.join(folder, "last"), params, state)
+            ...     saved = trainer.load(os.path.join(folder, "last"))
+            >>> torch.equal(saved.params[0], params[0])
+            True
         """
         rule = self._named_rule("load")
         return load(self.pipe, rule, path, example, like, like_state, self._settings.scaling)

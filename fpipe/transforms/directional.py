@@ -69,6 +69,16 @@ class Directional(Wrapping):
     None for leaves without a derivative. Its leaves for parameters that are not trained are not
     read: their direction is 0. If the pipeline has other ``argnums``, a vector has their structure:
     a direction of the batch, or a tuple of both, with None in place of one that does not move.
+
+    Example:
+        >>> import torch, fpipe
+        >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+        >>> pipe = fpipe.pipeline([torch.mul], lambda y, _: y.mean(), schedule, compile=False)
+        >>> loss, derivative = fpipe.jvp(pipe).value(
+        ...     [torch.tensor(3.0)], torch.ones(2), [torch.tensor(10.0)]
+        ... )
+        >>> loss.item(), derivative.item()
+        (3.0, 10.0)
     """
 
     def step(self, params: Any, batch: Any, vector: Any, key: Tensor | None = None) -> Any:
@@ -166,7 +176,17 @@ class Directional(Wrapping):
         )
 
     def programs(self, params: Any, batch: Any, vector: Any) -> tuple[Program, ...]:
-        """The program of each rank, as `Pipeline.programs` returns them."""
+        """The program of each rank, as `Pipeline.programs` returns them.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+            >>> stage, loss = (lambda w, x: w * x), (lambda y, _: y.square().mean())
+            >>> pipe = fpipe.pipeline([stage], loss, schedule, compile=False)
+            >>> params, vector = [torch.tensor(3.0)], [torch.tensor(1.0)]
+            >>> len(fpipe.hvp(pipe).programs(params, torch.ones(2), vector))
+            1
+        """
         return self._pipeline.programs(params, batch, *self._vectors(vector))
 
     def _vectors_of_call(self, goal: Goal, vector: Any) -> tuple[Any, ...]:

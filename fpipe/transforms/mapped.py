@@ -126,7 +126,18 @@ class ExampleNormsAux(NamedTuple):
 
 
 class NormPipeline(Wrapping):
-    """A pipeline that returns norms of gradients; `fpipe.per_example_norms` makes one."""
+    """A pipeline that returns norms of gradients; `fpipe.per_example_norms` makes one.
+
+    Example:
+        >>> import torch, fpipe
+        >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+        >>> pipe = fpipe.pipeline([torch.mul], lambda y, _: y.mean(), schedule, compile=False)
+        >>> losses, norms = fpipe.per_example_norms(pipe).step(
+        ...     [torch.tensor(3.0)], torch.tensor([1.0, 2.0])
+        ... )
+        >>> norms.tolist()
+        [1.0, 2.0]
+    """
 
     def step(self, params: Any, batch: Any, key: Tensor | None = None) -> Any:
         """Loss and gradient norm of each example, in the order of the rows of the batch.
@@ -152,11 +163,31 @@ class NormPipeline(Wrapping):
         return ExampleNormsAux(loss, norms, *aux) if aux else ExampleNorms(loss, norms)
 
     def value(self, params: Any, batch: Any, key: Tensor | None = None) -> Tensor:
-        """The loss of each example; runs forward only. Arguments are those of `step`."""
+        """The loss of each example; runs forward only. Arguments are those of `step`.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+            >>> stage, loss = (lambda w, x: w * x), (lambda y, _: y.square().mean())
+            >>> pipe = fpipe.pipeline([stage], loss, schedule, compile=False)
+            >>> norms = fpipe.per_example_norms(pipe)
+            >>> norms.value([torch.tensor(3.0)], torch.tensor([1.0, 2.0])).tolist()
+            [9.0, 36.0]
+        """
         return self._pipeline.value(params, batch, key)
 
     def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
-        """The program of each rank, as `Pipeline.programs` returns them."""
+        """The program of each rank, as `Pipeline.programs` returns them.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+            >>> stage, loss = (lambda w, x: w * x), (lambda y, _: y.square().mean())
+            >>> pipe = fpipe.pipeline([stage], loss, schedule, compile=False)
+            >>> norms = fpipe.per_example_norms(pipe)
+            >>> len(norms.programs([torch.tensor(3.0)], torch.ones(2)))
+            1
+        """
         return self._pipeline.programs(params, batch)
 
 

@@ -15,7 +15,7 @@ from fpipe.errors import ScheduleError
 from fpipe.live_line import working
 from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number
 from fpipe.schedule.bounds.makespan import Memory, Objective
-from fpipe.schedule.cost import PER_STAGE, Cost, check_cost
+from fpipe.schedule.cost import PER_STAGE, Cost, check_cost, check_kept
 from fpipe.schedule.placements import (
     PlacementName,
     linear,
@@ -206,7 +206,7 @@ def search(
     if remat or cut:
         cuts = Cuts(cost) if cut else None
         if cuts is None:
-            cost.check_kept()
+            check_kept(cost)
         choices = _placements(ranks, cost) if cuts is None else cuts.placements(ranks)
         return best_choice(
             Task(microbatches, cost, memory, timed, cuts or Recomputing()),

@@ -38,6 +38,14 @@ class SearchResult:
             for the "order" with one stage a rank, both with layers cut evenly, then with the best
             "placement", then with the best "cut".
         problems: what was searched.
+
+    Example:
+        >>> import fpipe
+        >>> result = fpipe.search(
+        ...     ranks=2, microbatches=2, cost=fpipe.Cost(f=1, i=1, w=1), iterations=50
+        ... )
+        >>> result.bound <= result.timeline.makespan
+        True
     """
 
     schedule: Schedule
