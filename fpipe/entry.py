@@ -33,6 +33,7 @@ def pipeline(
     loss: Callable[[Any, Any], Any] | None = None,
     schedule: Schedule | None = None,
     *,
+    # The arguments and results of a step.
     in_dims: Any = 0,
     out_dims: Any = 0,
     has_aux: bool = False,
@@ -41,10 +42,12 @@ def pipeline(
     batch_norm: str = "microbatch",
     trainable: Any = None,
     reduction: str = "mean",
+    # How the stages are traced and compiled.
     remat: Remat = "none",
     compile: Compile = True,
     accum_dtype: torch.dtype | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    # Where the stages run.
     devices: Sequence[torch.device | str | int] | None = None,
     offload_policy: OffloadPolicy | None = None,
     group: dist.ProcessGroup | None = None,
