@@ -396,6 +396,13 @@ def test_citation_names_the_version() -> None:
     assert f"license: {project['license']}\n" in citation
 
 
+def test_changelog_and_citation_date_the_version_alike() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    newest = re.search(r"^## \[(\d.*)\] - (\d{4}-\d\d-\d\d)$", changelog, re.MULTILINE)
+    assert newest is not None and newest[1] == fpipe.__version__
+    assert f"date-released: {newest[2]}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+
+
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
 def test_doctests(name: str) -> None:
     if "triton" in imports_of(name):
