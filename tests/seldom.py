@@ -4,9 +4,11 @@ Tracing makes many objects that live as long as a pipeline. To look at them agai
 few thousand objects, takes a tenth of the time of the tests.
 """
 
+import atexit
 import gc
 
 gc.set_threshold(200_000, 20, 100)
+atexit.register(gc.unfreeze)  # what is frozen at the end counts as leaked
 
 
 def after_a_file() -> None:
