@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
 from benchmarks import contest, memory
+from benchmarks.compile import run as compiling
 from benchmarks.efficiency import run as efficiency
 from benchmarks.flops import flops_of_token, peak_of
 from benchmarks.harness import WARMUP, Report, Timings, add_arguments, interleave
@@ -119,6 +120,18 @@ def test_overhead_runs_on_ranks(tmp_path: Path) -> None:
     ((name, actions, *figures),) = report["rows"]
     assert (name, actions) == ("ZBVZeroBubble", 24)
     assert all(figure > 0 for figure in figures)
+
+
+def test_compile_takes_the_same_step_in_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: None)
+    step: Any = compiling.stepper(2, False)()
+    plain: Any = compiling.stepper(2, None)()
+    torch.testing.assert_close(step.loss, plain)
+
+
+def test_compile_measures_the_first_step_of_a_new_process() -> None:
+    seconds, processor, compilers = compiling.first_step("uncompiled", 2, {"FPIPE_PROGRESS": "0"})
+    assert seconds > 0 and processor > 0 and compilers >= 0
 
 
 def test_efficiency_runs(tmp_path: Path) -> None:

@@ -35,7 +35,13 @@ from benchmarks.models import block, trainable
 from benchmarks.versus_torch.model import Size, make_problem
 
 COLUMNS: Final = ("first step", "layers", "seconds", "processor, s", "of it compilers, s")
-CASES: Final = {"layers once": True, "whole pieces": {"regions": False}, "torch, by block": None}
+CASES: Final = {
+    "layers once": True,
+    "whole pieces": {"regions": False},
+    "torch, by block": None,
+    "uncompiled": False,
+}
+COMPILED: Final = tuple(CASES)[:3]
 SHAPES: Final = Size(width=64, length=32, vocabulary=256, rows=8, microbatches=4)
 
 
@@ -76,15 +82,18 @@ def _plain(problem: Any) -> Callable[[], object]:
     ends = [{n: leaf for n, leaf in p.items() if n != "blocks"} for p in problem.params]
     first, last = trainable(ends)
 
-    def step() -> None:
-        count = SHAPES.microbatches
+    def step() -> Tensor:
+        count, total = SHAPES.microbatches, torch.zeros(())
         pairs = zip(problem.inputs.chunk(count), problem.targets.chunk(count), strict=True)
         for tokens, targets in pairs:
             x = F.embedding(tokens, first["tokens"]) + first["places"]
             for module in modules:
                 x = module(x)
             y = F.linear(F.layer_norm(x, x.shape[-1:], last["norm"]), last["head"])
-            problem.loss(y, targets).backward()
+            loss = problem.loss(y, targets) / count
+            loss.backward()
+            total += loss.detach()
+        return total
 
     return step
 
@@ -127,19 +136,21 @@ def main() -> None:
         _measured(arguments.first, arguments.layers[0])
         return
     rows: list[list[Cell]] = []
-    for case in CASES:
+    for case in COMPILED:
         for layers in arguments.layers:
             with tempfile.TemporaryDirectory() as folder:
-                cold = {"TORCHINDUCTOR_CACHE_DIR": folder}
-                off = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-                rows.append([f"{case}, cold", layers, *first_step(case, layers, cold | off)])
-    with tempfile.TemporaryDirectory() as folder:
-        kept = {"TORCHINDUCTOR_CACHE_DIR": folder}
-        layers = arguments.layers[0]
-        for case in CASES:
-            first_step(case, layers, kept)
-            rows.append([f"{case}, warm", layers, *first_step(case, layers, kept)])
-    once, whole = list(CASES)[:2]
+                kept = {"TORCHINDUCTOR_CACHE_DIR": folder}
+                for state in ("cold", "warm"):
+                    rows.append([f"{case}, {state}", layers, *first_step(case, layers, kept)])
+        with tempfile.TemporaryDirectory() as folder:
+            off = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+            layers = arguments.layers[0]
+            rows.append([f"{case}, caches off", layers, *first_step(case, layers, off)])
+    rows += [
+        ["uncompiled", layers, *first_step("uncompiled", layers, {})] for layers in arguments.layers
+    ]
+    layers = arguments.layers[0]
+    once, whole = COMPILED[:2]
     steps = {case: stepper(layers, CASES[case]) for case in (once, whole)}
     ratio = interleave(steps, arguments.rounds, repeats=5).ratio(once, whole)
     report = Report(
