@@ -24,8 +24,9 @@ LAYERS: Final = 4
 MIB: Final = 1 << 20
 
 
-def main(kind: str) -> None:
+def main() -> None:
     """Train, and print."""
+    kind = sys.argv[1]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
@@ -71,4 +72,4 @@ def anonymous() -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

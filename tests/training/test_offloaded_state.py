@@ -16,8 +16,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import fpipe
 from fpipe import FpipeError, StageError, pytree, schedules
+from tests import warm
 from tests.models import assert_identical, mlp, pipe_of
 
+ROOT: Final = Path(__file__).parents[2]
 ONE_F_ONE_B: Final = schedules.one_f_one_b(ranks=2, microbatches=4)
 
 
@@ -136,12 +138,12 @@ def test_a_policy_that_cannot_be_kept() -> None:
     assert isinstance(pipe_of(model, ONE_F_ONE_B, offload_policy=OffloadPolicy()), fpipe.Pipeline)
 
 
-def test_anonymous_memory_is_lower_by_what_lies_in_files() -> None:
+def test_anonymous_memory_is_lower_by_what_lies_in_files(tmp_path: Path) -> None:
     found = {}
     for kind in ("memory", "params", "states"):
-        process = started(kind)
-        output, _ = process.communicate("", timeout=100)
-        found[kind], params, states = map(int, output.split())
+        done = warm.run("tests.training.resident", kind, folder=ROOT, scratch=tmp_path, timeout=100)
+        assert done.code == 0, done.output
+        found[kind], params, states = map(int, done.output.split())
     assert (params, states) == (32, 64)
     assert found["params"] <= found["memory"] - 0.9 * params, found
     assert found["states"] <= found["memory"] - 0.9 * states, found
