@@ -39,6 +39,7 @@ _NAMESPACES: Final = ("aten", "fpipe", "prims")
 
 def key_of(graph: fx.Graph) -> str | None:
     """The key of a graph under the present settings of Inductor; None if it is not to be kept."""
+    from torch._functorch import config as functorch_config
     from torch._inductor import config
 
     if config.force_disable_caches or not config.fx_graph_cache or not _is_ours(graph):
@@ -47,8 +48,11 @@ def key_of(graph: fx.Graph) -> str | None:
         fingerprint(graph),
         layouts_of(graph),
         config.get_hash(),
+        functorch_config.get_hash(),
         torch.compiler.config.cache_key_tag,
         kernels(),
+        getattr(torch.utils.deterministic, "fill_uninitialized_memory", None),
+        _onednn(),
         torch.get_default_dtype(),
         torch.get_num_threads(),
         blas_is_slow(),
@@ -60,13 +64,17 @@ def key_of(graph: fx.Graph) -> str | None:
 
 def load(key: str) -> Boxed | None:
     """The callable that was kept under a key; None if there is none, or it cannot be loaded."""
-    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.codecache import PyCodeCache, output_code_log
 
     path = _path(key)
     if not path.exists():
         return None
     try:
         call: Boxed = PyCodeCache.load_by_key_path(f"fpipe_{key}", str(path)).call
+        # For TORCH_LOGS=output_code, as Inductor says it of what is in its cache.
+        if output_code_log.isEnabledFor(logging.DEBUG):
+            output_code_log.debug("Output code:\n%s", path.read_text("utf-8"))
+            output_code_log.debug("Output code written to: %s", path)
     except Exception as error:
         log.info("what was kept of a graph cannot be loaded and is compiled anew: %s", error)
         return None
@@ -142,6 +150,14 @@ def _light(source: str) -> str:
         getattr(torch, name, absent) is getattr(extern_kernels, name, None) for name in products
     )
     return rest if are_torchs and not _OF_INDUCTOR.search(rest) else source
+
+
+def _onednn() -> tuple[object, ...]:
+    """The settings of oneDNN that Inductor looks at when it lowers products."""
+    backend = torch.backends.mkldnn
+    products = getattr(backend, "matmul", None)
+    precisions = (getattr(place, "fp32_precision", None) for place in (backend, products))
+    return backend.enabled, *precisions
 
 
 # ── versions ────────────────────────────────────────────────────────────────────────────────────

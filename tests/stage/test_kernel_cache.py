@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._inductor import config
-from torch._inductor.codecache import PyCodeCache
+from torch._inductor.codecache import PyCodeCache, output_code_log
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe.pieces import inductor, kernel_cache
@@ -41,16 +42,21 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.inductor
-def test_the_next_process_takes_what_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_process_takes_what_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     values = [torch.randn(4, 8), torch.randn(8, 8)]
     (first,) = compiled(graph_of(layer, *ROWS))(list(values))
     (path,) = folder.iterdir()
     # It takes its products from torch, and imports none of Inductor's generators.
     text = path.read_text()
     assert "import torch as extern_kernels" in text and "select_algorithm" not in text
+    caplog.set_level(logging.DEBUG, output_code_log.name)
+    monkeypatch.setattr(output_code_log, "propagate", True)
     with monkeypatch.context() as patch:
         patch.delattr(inductor, "_by_inductor")
         (again,) = compiled(graph_of(layer, *ROWS))(list(values))
+    assert text in caplog.text and str(path) in caplog.text
     assert torch.equal(first, again)
     torch.testing.assert_close(again, layer(*values))
     # What is broken is made again, in a process that has not loaded it before.
@@ -94,6 +100,9 @@ def test_a_key_is_that_of_a_graph_and_of_all_that_its_kernels_depend_on(
         others.append(key())
     tagged: Any = torch.compiler.config
     with tagged.patch(cache_key_tag="another"):
+        others.append(key())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.mkldnn, "enabled", not torch.backends.mkldnn.enabled)
         others.append(key())
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 77)
