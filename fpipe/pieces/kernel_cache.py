@@ -95,8 +95,12 @@ def keep(key: str, artefact: Any) -> None:
         and getattr(artefact, "_fx_graph_cache_key", None) is not None
         and not any(getattr(artefact, name, None) for name in _ATTACHED)
     )
-    if stands_alone:
+    if not stands_alone:
+        return
+    try:
         write_atomic(str(_path(key)), _light(artefact.source_code), make_dirs=True)
+    except OSError as error:
+        log.info("what Inductor wrote of a graph is not kept: %s", error)
 
 
 _ATTACHED: Final = (

@@ -67,6 +67,17 @@ def test_the_next_process_takes_what_is_kept(
 
 
 @pytest.mark.inductor
+def test_a_folder_that_cannot_be_written_to_keeps_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "file").touch()
+    monkeypatch.setattr(kernel_cache, "_path", lambda key: folder / "file" / key)
+    values = [torch.randn(4, 8), torch.randn(8, 8)]
+    (result,) = compiled(graph_of(layer, *ROWS))(list(values))
+    torch.testing.assert_close(result, layer(*values))
+
+
+@pytest.mark.inductor
 def test_what_needs_all_of_inductor_keeps_its_imports(folder: Path) -> None:
     source = "".join((kernel_cache._EXTERN, kernel_cache._ALIGN, "extern_kernels.{0}(x)\n"))
     assert "import torch as extern" in kernel_cache._light(source.format("mm"))
