@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe import Action, Cost, Op, Schedule, ScheduleError, lower_bound, simulate
+from fpipe import Action, Cost, Op, Schedule, ScheduleError, lower_bound, search, simulate
 from tests.laboratory.random_schedules import costs, schedules
 
 SIZES = [3, 1, 2]
@@ -108,12 +108,22 @@ def test_sizes_are_as_many_as_microbatches() -> None:
 
 def test_the_bound_knows_the_way_of_the_largest() -> None:
     # Alone it takes 4 to come to the last of four ranks, 4 to come back, and 1 for its last W.
-    assert lower_bound(range(4), 3, Cost(1, 1, 1, sizes=[0.1, 1, 0.1])) == pytest.approx(9)
+    cost = Cost(1, 1, 1, sizes=[0.1, 1, 0.1])
+    assert lower_bound(range(4), 3, cost, effort=0) == pytest.approx(9)
     # Two of 1 are behind each other on every rank.
-    assert lower_bound(range(4), 3, Cost(1, 1, 1, sizes=[0.1, 1, 1])) == lower_bound(
-        range(4), 2, Cost(1, 1, 1)
-    )
+    two = replace(cost, sizes=(0.1, 1, 1))
+    assert lower_bound(range(4), 3, two, effort=0) == lower_bound(range(4), 2, Cost(1, 1, 1))
     assert lower_bound([0, 1], 3, Cost(1, 1, 1, sizes=SIZES), memory=iter([9, 9])) > 0
+
+
+@pytest.mark.parametrize(("sizes", "best"), [((0.1, 1, 0.1), 9.2), ((0.1, 1, 1), 11.1)])
+def test_the_bound_knows_that_small_ones_take_time_beside_the_largest(
+    sizes: tuple[float, ...], best: float
+) -> None:
+    # They go before it, for 0.1 each: behind it they would take more at the end.
+    cost = Cost(1, 1, 1, sizes=sizes)
+    found = search(ranks=4, microbatches=3, cost=cost, placement="linear", iterations=50)
+    assert lower_bound(range(4), 3, cost) == pytest.approx(best) == found.value
 
 
 def test_the_bound_knows_how_long_what_is_large_is_held() -> None:

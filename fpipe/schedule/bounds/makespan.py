@@ -19,6 +19,7 @@ from fpipe.schedule.arguments import (
 )
 from fpipe.schedule.bounds.decision_diagram import scarce_bound
 from fpipe.schedule.bounds.links import link_bound, sending_bound
+from fpipe.schedule.bounds.propagation import refuted_bound
 from fpipe.schedule.bounds.rank_bounds import (
     RankProblem,
     area_bound,
@@ -51,7 +52,7 @@ def lower_bound(
 ) -> float:
     """A time below which no schedule of this placement can finish, split backward or not.
 
-    The greatest of five bounds. Four are formulas for each rank, with every other rank unlimited:
+    The greatest of six bounds. Four are formulas for each rank, with every other rank unlimited:
 
     - *start*: before the first gradient comes back to a rank, the rank can run only as many
       forwards as its memory holds;
@@ -68,6 +69,11 @@ def lower_bound(
 
     - *states*: the best schedule of one rank, or of a few together, with the others unlimited; or
       a time below it where there are too many states (see `bounds.decision_diagram`).
+
+    The sixth, for makespans, looks at all ranks together:
+
+    - *refutation*: in so little time some action would find no room, by what it waits for, the one
+      action at a time of each rank, and memory (see `bounds.propagation`).
 
     Valid for every cost; tight where one rank limits the pipeline (ZB-H1 and unsplit schedules
     without latency meet it), and the best there is where *states* gets through all ranks exactly;
@@ -103,7 +109,7 @@ def lower_bound(
         >>> lower_bound([0, 1, 2, 3], 8, Cost(f=1, i=1, w=1))  # ZB-H1 takes 27, ZB-H2 24 + 3
         27.0
         >>> lower_bound([0, 1, 2, 3], 8, Cost(f=1, i=1, w=1), memory=2)
-        40.0
+        41.0
     """
     if objective not in ("makespan", "span"):
         raise ScheduleError(f"objective={objective!r:.60} must be 'makespan' or 'span'")
@@ -140,7 +146,11 @@ def lower_bound(
             )
             for count in counts
         ]
-        return max(*bounds, _uneven_bound(placement, cost, sizes, limits, span))
+        best = max(*bounds, _uneven_bound(placement, cost, sizes, limits, span))
+        if span or not states:
+            return best
+        costs, (times, held) = cost.on(placement), zip(*sizes, strict=True)
+        return refuted_bound(costs, placement, limits, times, held, best=best, effort=states)
     costs = cost.on(placement)
     limits = memory_limits(memory, placement, costs)
     best = _even_bound(costs, placement, microbatches, limits, span, states)
@@ -171,12 +181,15 @@ def _even_bound(
             scarce = scarce or held > limit * (1 + 1e-9)
             if bound > best:
                 best, likely = bound, rank
-    if not scarce or not states:
+    if scarce and states:
+        bound = scarce_bound(
+            costs, placement, microbatches, limits, span=span, likely=likely, effort=states
+        )
+        best = max(best, bound)
+    if span or not states:
         return best
-    bound = scarce_bound(
-        costs, placement, microbatches, limits, span=span, likely=likely, effort=states
-    )
-    return max(best, bound)
+    alike = (1.0,) * microbatches
+    return refuted_bound(costs, placement, limits, alike, alike, best=best, effort=states)
 
 
 def memory_limits(memory: Memory, placement: Sequence[int], costs: StageCosts) -> tuple[float, ...]:
