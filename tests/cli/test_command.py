@@ -29,7 +29,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return captured.out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refused_command(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """The one line that a command says where the input is bad."""
     try:
         code = main(words)
@@ -93,7 +93,9 @@ def test_show_writes_every_form(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 def test_an_empty_path_is_no_request_to_print(capsys: pytest.CaptureFixture[str]) -> None:
     # As of a variable that the shell does not know: the grid was printed, and nothing was written.
-    assert refused(capsys, "show", "zbv", *SMALL, "--svg", "").startswith("fpipe show: error: ")
+    assert refused_command(capsys, "show", "zbv", *SMALL, "--svg", "").startswith(
+        "fpipe show: error: "
+    )
 
 
 def test_show_converts_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -187,11 +189,11 @@ def test_compare_leaves_out_what_holds_more_than_the_memory(
     each = run(capsys, "compare", *words, "4,3,2,1").splitlines()
     assert each[1].startswith("one_f_one_b")
     assert "left out zb_h1: rank 1 holds 4, and --memory is 3" in each
-    assert "--memory has 2 values and one_f_one_b 4 ranks" in refused(
+    assert "--memory has 2 values and one_f_one_b 4 ranks" in refused_command(
         capsys, "compare", *words, "4,3"
     )
     for none in ("nan", "0", "4,4,4,0"):
-        assert "must be a number above 0, or one for each rank" in refused(
+        assert "must be a number above 0, or one for each rank" in refused_command(
             capsys, "compare", *words, none
         )
 
@@ -208,10 +210,12 @@ def test_compare_leaves_out_placements_that_the_cost_is_not_for(
         "left out zbv: cost.f has 2 values for a placement of 4 stages: give one value per stage, "
         "or one number for all"
     )
-    line = refused(capsys, "compare", "zbv", "dualpipev", *words)
+    line = refused_command(capsys, "compare", "zbv", "dualpipev", *words)
     assert "there is nothing to compare" in line
     path.write_text('{"f": 1, "i": 1, "w": 1, "memory": 3}')
-    assert "not a cost, for it has memory: it must be" in refused(capsys, "compare", "1f1b", *words)
+    assert "not a cost, for it has memory: it must be" in refused_command(
+        capsys, "compare", "1f1b", *words
+    )
 
 
 def test_search_starts_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -220,7 +224,7 @@ def test_search_starts_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path:
     words = ["--ranks", "2", "--microbatches", "2", "--iterations", "0", "--start", str(path)]
     assert "searched: makespan" in run(capsys, "search", *words)
     assert "2 ranks, 2 stages, 2 microbatches" in run(capsys, "show", str(path))
-    assert "start has 2 microbatches, and microbatches=4" in refused(
+    assert "start has 2 microbatches, and microbatches=4" in refused_command(
         capsys, "search", *words, "--microbatches", "4"
     )
 
@@ -256,7 +260,7 @@ def test_stages_per_rank_are_for_the_families_that_a_file_is_compared_with(
     schedules.zb_h2(ranks=2, microbatches=4).to_csv(path)
     lines = run(capsys, "compare", str(path), "looped_bfs", "--stages-per-rank", "3").splitlines()
     assert {line.split()[1] for line in lines[1:]} == {"2", "6"}
-    line = refused(capsys, "compare", str(path), "--stages-per-rank", "3")
+    line = refused_command(capsys, "compare", str(path), "--stages-per-rank", "3")
     assert "has 1 stages per rank and --stages-per-rank is 3" in line
 
 
@@ -266,7 +270,7 @@ def test_compare_refuses_files_of_two_sizes(
     one, other = tmp_path / "one.csv", tmp_path / "other.csv"
     schedules.gpipe(ranks=2, microbatches=4).to_csv(one)
     schedules.gpipe(ranks=2, microbatches=3).to_csv(other)
-    line = refused(capsys, "compare", str(one), str(other))
+    line = refused_command(capsys, "compare", str(one), str(other))
     assert f"{other} has 2 ranks and 3 microbatches, and {one} has 2 and 4: compare" in line
 
 
@@ -276,7 +280,7 @@ def test_compare_takes_no_size_from_a_file_that_cannot_run(
     # A family of so many microbatches was made before the file was looked at, in all of the memory.
     path = tmp_path / "huge.csv"
     path.write_text("0F0,0B0,0F100000000000,0B100000000000\n", "utf-8")
-    line = refused(capsys, "compare", "gpipe", str(path))
+    line = refused_command(capsys, "compare", "gpipe", str(path))
     assert f"{path}: stage 0 has nothing on microbatch 1 (rank 0)" in line
 
 
@@ -286,7 +290,7 @@ def test_compare_takes_no_size_from_a_file_that_cannot_run(
 def test_actions_run_together_in_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", "dualpipev", "--ranks", "2", "--microbatches", "8"]
     assert run(capsys, *words) != run(capsys, *words, "--pair", "0.7")
-    assert "pair=2.0 must be above 0" in refused(capsys, *words, "--pair", "2")
+    assert "pair=2.0 must be above 0" in refused_command(capsys, *words, "--pair", "2")
 
 
 def test_search_cuts_a_chain_of_layers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -300,7 +304,7 @@ def test_search_cuts_a_chain_of_layers(capsys: pytest.CaptureFixture[str], tmp_p
 def test_ranks_have_speeds(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", "gpipe", *SMALL]
     assert run(capsys, *words) != run(capsys, *words, "--speed", "2,1")
-    assert "cost.speed has 1 values for 2 ranks" in refused(capsys, *words, "--speed", "2")
+    assert "cost.speed has 1 values for 2 ranks" in refused_command(capsys, *words, "--speed", "2")
 
 
 def test_jitter_adds_means(capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,14 +315,16 @@ def test_jitter_adds_means(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--placement", "linear", "--iterations", "4", "--objective", "robust"]
     out = run(capsys, "search", *SMALL, *words, "--jitter", "0.1")
     assert "searched: robust" in out and "at 5 % jitter: mean" in out
-    assert "--jitter has 5 numbers" in refused(capsys, "compare", *SMALL, "--jitter", "0,0,0,0,0")
+    assert "--jitter has 5 numbers" in refused_command(
+        capsys, "compare", *SMALL, "--jitter", "0,0,0,0,0"
+    )
 
 
 def test_search_chooses_what_is_computed_again(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--placement", "linear", "--memory", "1.2", "--iterations", "5", "--remat"]
     out = run(capsys, "search", *SMALL, *words, "--kept", "0.1", "--recompute", "0.5")
     assert re.search(r"^remat: full( (full|none))*$", out, re.MULTILINE)
-    assert "cost.kept=None" in refused(capsys, "search", *SMALL, *words)
+    assert "cost.kept=None" in refused_command(capsys, "search", *SMALL, *words)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "json", "txt", "svg", "html"])
@@ -344,7 +350,7 @@ def test_search_on_a_placement(placement: str, capsys: pytest.CaptureFixture[str
 def test_verify_says_what_is_owed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "forward.txt"
     path.write_text("0F0\n1F0\n", "utf-8")
-    assert "it owes F+B or F+I+W" in refused(capsys, "verify", str(path))
+    assert "it owes F+B or F+I+W" in refused_command(capsys, "verify", str(path))
     assert "can run" in run(capsys, "verify", str(path), "--requires", "F")
     assert "can run" in run(capsys, "verify", str(path), "--requires", "F,F")
 
@@ -355,7 +361,7 @@ def test_a_file_of_another_size_than_was_asked_for(
     path = tmp_path / "uneven.txt"
     path.write_text("0F0 1F0 1B0 0B0\n2F0 2B0\n", "utf-8")
     for stages in ("1", "2"):
-        told = refused(capsys, "show", str(path), "--stages-per-rank", stages)
+        told = refused_command(capsys, "show", str(path), "--stages-per-rank", stages)
         assert f"has 1 or 2 stages per rank and --stages-per-rank is {stages}: leave" in told
     assert "F0" in run(capsys, "show", str(path), "--ranks", "2")
 
@@ -415,7 +421,7 @@ def test_a_file_of_another_size_than_was_asked_for(
 def test_bad_input_is_one_line_and_code_2(
     words: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert reason in refused(capsys, *words.split())
+    assert reason in refused_command(capsys, *words.split())
 
 
 @pytest.mark.parametrize(
@@ -430,7 +436,7 @@ def test_verify_refuses_a_bad_file(
 ) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(text, "utf-8")
-    assert reason in refused(capsys, "verify", str(path))
+    assert reason in refused_command(capsys, "verify", str(path))
 
 
 def test_a_file_of_another_size_is_refused(
@@ -438,7 +444,7 @@ def test_a_file_of_another_size_is_refused(
 ) -> None:
     path = tmp_path / "a.csv"
     schedules.zbv(ranks=2, microbatches=4).to_csv(path)
-    line = refused(capsys, "show", str(path), "--ranks", "3")
+    line = refused_command(capsys, "show", str(path), "--ranks", "3")
     assert "has 2 ranks and --ranks is 3: leave the option out" in line
 
 
@@ -446,14 +452,14 @@ def test_search_refuses_a_directory_before_it_searches(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "a.csv").mkdir()
-    line = refused(capsys, "search", *SMALL, "-o", str(tmp_path / "a.csv"))
+    line = refused_command(capsys, "search", *SMALL, "-o", str(tmp_path / "a.csv"))
     assert "a.csv: is a directory; give a file" in line
 
 
 def test_errors_in_text_name_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "bad.txt"
     path.write_text("0F0 oops", "utf-8")
-    assert f"{path}: line 1, column 5: text='oops'" in refused(capsys, "verify", str(path))
+    assert f"{path}: line 1, column 5: text='oops'" in refused_command(capsys, "verify", str(path))
 
 
 @pytest.mark.parametrize(
@@ -470,7 +476,7 @@ def test_a_cost_file_that_cannot_be_read_is_refused(
 ) -> None:
     path = tmp_path / "cost.json"
     path.write_text(text, "utf-8")
-    assert reason in refused(capsys, "simulate", "zbv", *SMALL, "--cost", str(path))
+    assert reason in refused_command(capsys, "simulate", "zbv", *SMALL, "--cost", str(path))
 
 
 @pytest.mark.parametrize("text", ["[]", '{"f": 1}', '{"f": 1, "i": 1, "w": 1, "x": 2}', "{"])
@@ -479,7 +485,7 @@ def test_a_bad_cost_file_is_refused(
 ) -> None:
     path = tmp_path / "cost.json"
     path.write_text(text, "utf-8")
-    line = refused(capsys, "simulate", "zbv", *SMALL, "--cost", str(path))
+    line = refused_command(capsys, "simulate", "zbv", *SMALL, "--cost", str(path))
     assert "cost.json: not a cost" in line or "cost.json: not JSON" in line
 
 

@@ -53,7 +53,7 @@ REFUSED: dict[str, Callable[[fpipe.Pipeline, Any, Any], None]] = {
 }  # fmt: skip
 
 
-def refused(group: dist.ProcessGroup, how: str, who: list[int]) -> list[Outcome]:
+def refused_apart(group: dist.ProcessGroup, how: str, who: list[int]) -> list[Outcome]:
     """Values of five batches; some ranks make a call of the second that is refused, and go on."""
     model = actors.model_of("mlp", 2, 6)
     pipe = actors.pipeline(group, model, SCHEDULE)
@@ -79,7 +79,7 @@ def check_rest(answers: list[list[Outcome]], but_for: int) -> None:
 @pytest.mark.parametrize("how", REFUSED)
 def test_a_call_that_one_rank_refuses_is_heard_of(crew: Crew, how: str) -> None:
     """Its next call was taken for that which the others had begun: a step of two batches."""
-    answers = values(crew.run(refused, how, [1], ranks=range(2)))
+    answers = values(crew.run(refused_apart, how, [1], ranks=range(2)))
     own, other = answers[1][1].error, answers[0][1].error
     # A mode is refused where the others hear of it at once.
     assert own.kind == ("PipelineError" if how == "a mode" else "FpipeError")
@@ -91,7 +91,7 @@ def test_a_call_that_one_rank_refuses_is_heard_of(crew: Crew, how: str) -> None:
 
 @pytest.mark.parametrize("how", REFUSED)
 def test_a_call_that_all_ranks_refuse(crew: Crew, how: str) -> None:
-    answers = values(crew.run(refused, how, [0, 1], ranks=range(2)))
+    answers = values(crew.run(refused_apart, how, [0, 1], ranks=range(2)))
     for outcomes in answers:
         assert outcomes[1].error.kind in ("FpipeError", "PipelineError")
     check_rest(answers, but_for=1)

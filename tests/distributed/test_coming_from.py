@@ -51,7 +51,9 @@ def rows_of(replica: int, replicas: int) -> dict[str, Tensor]:
     return {name: leaf.chunk(replicas)[replica] for name, leaf in data().items()}
 
 
-def alone(count: int, steps: int, rate: float = 0.0, max_norm: float | None = None) -> list[Tensor]:
+def by_one_process(
+    count: int, steps: int, rate: float = 0.0, max_norm: float | None = None
+) -> list[Tensor]:
     """The losses of plain torch on all rows."""
     module, batch, losses = nn.Sequential(*layers(count)), data(), []
     optimizer = torch.optim.AdamW(module.parameters(), lr=rate)
@@ -110,7 +112,7 @@ def test_our_half_takes_the_steps_of_one_process(
 ) -> None:
     text = programs(page)[1]
     rate, norm = re.search(r"lr=([\d.e-]+)", text), re.search(r"max_norm=([\d.]+)", text)
-    expected = alone(
+    expected = by_one_process(
         count, 2 if rate else 1, float(rate[1]) if rate else 0.0, float(norm[1]) if norm else None
     )
     for losses in values(crew.run(run_ours, text, count, replicas)):
@@ -137,7 +139,7 @@ def run_ddp(group: dist.ProcessGroup, text: str) -> Tensor:
 
 def test_the_half_of_ddp_takes_the_step_of_one_process(crew: Crew) -> None:
     losses = values(crew.run(run_ddp, programs("from-ddp.md")[0]))
-    torch.testing.assert_close(torch.stack(losses).mean(), alone(2, 2, 1e-3)[1])
+    torch.testing.assert_close(torch.stack(losses).mean(), by_one_process(2, 2, 1e-3)[1])
 
 
 def run_torch_pipelining(group: dist.ProcessGroup, text: str) -> list[Tensor]:
@@ -164,4 +166,4 @@ def run_torch_pipelining(group: dist.ProcessGroup, text: str) -> list[Tensor]:
 
 def test_the_half_of_torch_pipelining_runs(crew: Crew) -> None:
     losses = values(crew.run(run_torch_pipelining, programs("from-torch-pipelining.md")[0]))
-    torch.testing.assert_close(torch.stack(losses[0]).mean(), alone(8, 1)[0])
+    torch.testing.assert_close(torch.stack(losses[0]).mean(), by_one_process(8, 1)[0])

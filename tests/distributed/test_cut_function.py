@@ -175,7 +175,7 @@ def apart(params: Any, batch: Tensor) -> Tensor:
     return (h * params["scale"]).square().mean()
 
 
-def trained(group: dist.ProcessGroup | None) -> list[Any]:
+def trained_function(group: dist.ProcessGroup | None) -> list[Any]:
     """Two steps of descent, with what each rank has of the gradients, and the losses by row."""
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
     pipe = fpipe.pipeline(apart, schedule=schedule, compile=False, group=group)
@@ -189,9 +189,9 @@ def trained(group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def test_parameter_that_is_read_without_a_gradient_is_kept_up_to_date(crew: Crew) -> None:
-    crew.start(trained, ranks=range(2))
+    crew.start(trained_function, ranks=range(2))
     parts = values(crew.collect())
-    for index, expected in enumerate(trained(None)):
+    for index, expected in enumerate(trained_function(None)):
         for part in parts:
             found, wanted = part[index], expected
             if isinstance(found, fpipe.Step):

@@ -57,7 +57,7 @@ class Trained(NamedTuple):
     loaded: dict[str, Tensor]
 
 
-def train(group: Group, schedule: Schedule, path: Path | None) -> Trained:
+def train_held(group: Group, schedule: Schedule, path: Path | None) -> Trained:
     """From a key, or from a checkpoint."""
     pipe, batch = weightless(group, schedule), token_batch()
     read: list[str] = []
@@ -243,8 +243,8 @@ def test_ranks_hold_what_they_read_and_train_as_one_process(
     else:
         with pytest.warns(UserWarning, match="to save in a single process"):
             dcp.save(language_model().state_dict(), checkpoint_id=tmp_path, no_dist=True)
-    crew.start(train, schedule, path, ranks=range(2))
-    whole = train(None, schedule, path)
+    crew.start(train_held, schedule, path, ranks=range(2))
+    whole = train_held(None, schedule, path)
     parts: list[Trained] = values(crew.collect())
     assert not any(value.is_meta for value in whole.params.values())
     # Stages 0 and 3 lie on rank 0, where the table is read at both ends, and 1 and 2 on rank 1.
@@ -359,7 +359,7 @@ def test_ranks_make_their_own_stages(crew: Crew) -> None:
         assert_identical(part.loss, step.loss)
 
 
-def with_state(group: Group, schedule: Schedule) -> tuple[dict[str, Tensor], fpipe.StepState]:
+def with_state_held(group: Group, schedule: Schedule) -> tuple[dict[str, Tensor], fpipe.StepState]:
     """One function with cuts and a state: the shapes of both are enough to make parameters."""
     pipe = fpipe.pipeline(
         state_model.without_aux, schedule=schedule, has_state=True, compile=False, group=group
@@ -392,8 +392,8 @@ def test_ranks_make_what_a_function_with_a_key_reads(crew: Crew) -> None:
 
 def test_ranks_make_what_a_function_with_a_state_reads(crew: Crew) -> None:
     schedule = schedules.zbv(ranks=2, microbatches=4)
-    crew.start(with_state, schedule, ranks=range(2))
-    params, step = with_state(None, schedule)
+    crew.start(with_state_held, schedule, ranks=range(2))
+    params, step = with_state_held(None, schedule)
     outer, inner = values(crew.collect())
     # Both stages of rank 1 read the matrix in the middle, and nothing else.
     for (here, part), own in ((outer, params.keys() - {"middle"}), (inner, {"middle"})):

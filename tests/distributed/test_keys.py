@@ -14,7 +14,7 @@ from tests.distributed.crew import Crew, values
 from tests.models import assert_identical, assert_same, mean_square, mlp
 
 
-def steps(group: dist.ProcessGroup | None, schedule: Schedule, seeds: Any) -> Any:
+def steps_with_keys(group: dist.ProcessGroup | None, schedule: Schedule, seeds: Any) -> Any:
     """A step of a chain and one of a function."""
     model = mlp(4, 6)
     rank = 0 if group is None else group.rank()
@@ -33,8 +33,8 @@ def steps(group: dist.ProcessGroup | None, schedule: Schedule, seeds: Any) -> An
 
 def test_draws_what_one_process_draws(crew: Crew) -> None:
     schedule = schedules.zbv(ranks=2, microbatches=3)
-    ranks = values(crew.run(steps, schedule, (5, 5), ranks=range(2)))
-    expected = steps(None, schedule, (5, 5))
+    ranks = values(crew.run(steps_with_keys, schedule, (5, 5), ranks=range(2)))
+    expected = steps_with_keys(None, schedule, (5, 5))
     model = mlp(4, 6)
     plain = [
         keyed.unpipelined(one, model.params, model.batch, random.key(5), 3)
@@ -57,5 +57,5 @@ def test_draws_what_one_process_draws(crew: Crew) -> None:
 )
 def test_ranks_with_other_keys_are_told(crew: Crew, seeds: Any, message: str) -> None:
     schedule = schedules.zbv(ranks=2, microbatches=3)
-    for outcome in crew.run(steps, schedule, seeds, ranks=range(2)):
+    for outcome in crew.run(steps_with_keys, schedule, seeds, ranks=range(2)):
         assert message in outcome.error.text

@@ -39,7 +39,7 @@ def replicated(shape: tuple[int, int]) -> fpipe.Pipeline:
     )
 
 
-def saved(group: Group, path: str, writer: str) -> Any:
+def saved_layout(group: Group, path: str, writer: str) -> Any:
     """Divided parameters and gradients, saved by torch; returns both, whole, of this rank."""
     pipe = replicated(SAVED)
     params = pipe.shard(pipe.local(replicas.parameters(STAGES)))
@@ -94,7 +94,7 @@ def parts_of(every: Any) -> list[Any]:
 def test_what_one_layout_saves_any_other_reads(
     crew: Crew, tmp_path: Path, shape: tuple[int, int]
 ) -> None:
-    before = values(crew.run(saved, str(tmp_path), "torch"))
+    before = values(crew.run(saved_layout, str(tmp_path), "torch"))
     params, grads = (parts_of([own[at] for own in before]) for at in (0, 1))
     assert_identical(params, replicas.parameters(STAGES))
     for name, expected in (("params", params), ("grads", grads)):
@@ -108,7 +108,7 @@ def test_what_one_layout_saves_any_other_reads(
 
 @pytest.mark.parametrize("writer", ["later", "hugging face"])
 def test_one_process_reads_what_four_have_saved(crew: Crew, tmp_path: Path, writer: str) -> None:
-    values(crew.run(saved, str(tmp_path), writer))
+    values(crew.run(saved_layout, str(tmp_path), writer))
     schedule = schedules.interleaved_1f1b(ranks=1, microbatches=4, stages_per_rank=STAGES)
     pipe = fpipe.pipeline([replicas.stage] * STAGES, replicas.mean_square, schedule, compile=False)
     expected = replicas.parameters(STAGES)

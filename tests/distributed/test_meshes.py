@@ -65,7 +65,7 @@ def weight_of(batch: Any, pipe: Pipeline) -> Tensor:
     return torch.tensor(float(len(leaf)), dtype=torch.float64)
 
 
-def train(group: Group, shape: dict[str, int]) -> list[Tensor]:
+def train_on_mesh(group: Group, shape: dict[str, int]) -> list[Tensor]:
     """Losses and norms of clipped steps, the pipelines taking turns.
 
     Between the steps the caller sends something over the groups that the pipelines use.
@@ -98,8 +98,8 @@ def train(group: Group, shape: dict[str, int]) -> list[Tensor]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(shape))
 def test_replicas_train_as_one_process_does_on_all_rows(crew: Crew, shape: dict[str, int]) -> None:
-    expected = train(None, shape)
-    parts = values(crew.run(train, shape))
+    expected = train_on_mesh(None, shape)
+    parts = values(crew.run(train_on_mesh, shape))
     for part in parts:
         assert_same(part, expected)
         assert_identical(part, parts[0])

@@ -12,7 +12,7 @@ from tests.modules import dropping
 from tests.modules.helpers import by_microbatches, detached, squares
 
 
-def step(group: dist.ProcessGroup | None, schedule: Schedule) -> fpipe.Step:
+def step_with_key(group: dist.ProcessGroup | None, schedule: Schedule) -> fpipe.Step:
     module = dropping.dropping_module()
     pipe = fpipe.from_module(
         module,
@@ -30,8 +30,8 @@ def step(group: dist.ProcessGroup | None, schedule: Schedule) -> fpipe.Step:
 
 def test_module_draws_what_one_process_draws(crew: Crew) -> None:
     schedule = schedules.zbv(ranks=2, microbatches=4)
-    crew.start(step, schedule, ranks=range(2))
-    whole = step(None, schedule)
+    crew.start(step_with_key, schedule, ranks=range(2))
+    whole = step_with_key(None, schedule)
     for part in values(crew.collect()):
         assert_identical(part.loss, whole.loss)
         for name, grad in part.grads.items():

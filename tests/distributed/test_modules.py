@@ -21,7 +21,7 @@ from tests.modules.models import CUTS, language_model, token_batch
 RATE = 0.1
 
 
-def train(
+def train_module(
     group: dist.ProcessGroup | None, schedule: Schedule
 ) -> tuple[list[fpipe.Step], dict[str, Tensor]]:
     """Two steps; a rank changes only the parameters whose gradients it gets."""
@@ -40,8 +40,8 @@ def train(
 
 def test_module_over_ranks(crew: Crew) -> None:
     schedule = schedules.zbv(ranks=2, microbatches=4)
-    crew.start(train, schedule, ranks=range(2))
-    steps, loaded = train(None, schedule)
+    crew.start(train_module, schedule, ranks=range(2))
+    steps, loaded = train_module(None, schedule)
     parts = values(crew.collect())
     for number, whole in enumerate(steps):
         merged: dict[str, Any] = {}

@@ -79,7 +79,7 @@ def sharded_by_torch(params: Any, batch: Any, mesh: Any, policy: Any) -> tuple[T
     ]
 
 
-def steps(group: Group, kind: str, divided: bool) -> list[Any]:
+def steps_in_precision(group: Group, kind: str, divided: bool) -> list[Any]:
     """A step of fpipe and one of FSDP2: losses, gradients of this rank's stage, what moves."""
     policy = POLICIES[kind]
     mesh = mesh_of((2, 2), ("dp", "pp"))
@@ -106,7 +106,7 @@ def steps(group: Group, kind: str, divided: bool) -> list[Any]:
 @pytest.mark.parametrize("divided", [True, False])
 @pytest.mark.parametrize("kind", POLICIES)
 def test_the_numbers_are_those_of_fsdp(crew: Crew, kind: str, divided: bool) -> None:
-    parts = values(crew.run(steps, kind, divided))
+    parts = values(crew.run(steps_in_precision, kind, divided))
     mean = sum(part[3] for part in parts) / len(parts)
     for loss, grads, dtypes, _, theirs, moved in parts:
         assert abs(loss - mean) < 1e-6 * abs(mean)

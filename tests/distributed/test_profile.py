@@ -83,7 +83,7 @@ def test_sizes_of_microbatches_are_the_same_on_all_ranks(crew: Crew) -> None:
     assert first.message[0] * first.memory_sizes[1] == pytest.approx(512 * 64 * 4)
 
 
-def linked(group: dist.ProcessGroup) -> list[fpipe.Cost]:
+def linked_stages(group: dist.ProcessGroup) -> list[fpipe.Cost]:
     """Costs of stages that hand on messages of 1 KiB and of 4 MiB."""
     pipe = fpipe.pipeline(
         [linear, linear],
@@ -97,7 +97,7 @@ def linked(group: dist.ProcessGroup) -> list[fpipe.Cost]:
 
 
 def test_latency_and_bandwidth_are_two_numbers(crew: Crew) -> None:
-    for small, large in values(crew.run(linked, ranks=range(2))):
+    for small, large in values(crew.run(linked_stages, ranks=range(2))):
         assert small.message == (1024, 1024) and large.message == (1 << 22, 1 << 22)
         for cost in (small, large):
             assert cost.comm > 0

@@ -81,7 +81,7 @@ def test_bf16_rounds_to_eight_bits(crew: Crew, divided: bool) -> None:
     assert all(0 < error < 2**-7 for error in errors)
 
 
-def refused(group: Group, reduce: Any) -> str:
+def refused_reduction(group: Group, reduce: Any) -> str:
     """The error of a step whose reduction returns something wrong."""
     mesh = mesh_of((2, 2), ("dp", "pp"))
     pipe = fpipe.pipeline(
@@ -103,7 +103,7 @@ def refused(group: Group, reduce: Any) -> str:
 
 def test_a_wrong_sum_is_told() -> None:
     with Crew(4) as crew:
-        errors = values(crew.run(refused, narrow))
+        errors = values(crew.run(refused_reduction, narrow))
     assert any("reduce=narrow has made torch.float32 of shape (1,)" in error for error in errors)
     assert all(errors)
 

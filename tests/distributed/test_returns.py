@@ -19,7 +19,7 @@ from tests.returns_model import OUT_DIMS, make_batch, make_params, weighted_mode
 from tests.state_model import make_state, without_aux
 
 
-def run(group: dist.ProcessGroup | None, schedule: Schedule) -> tuple[Any, Any]:
+def run_case(group: dist.ProcessGroup | None, schedule: Schedule) -> tuple[Any, Any]:
     pipe = fpipe.pipeline(
         weighted_model,
         schedule=schedule,
@@ -35,9 +35,9 @@ def run(group: dist.ProcessGroup | None, schedule: Schedule) -> tuple[Any, Any]:
 
 def test_weighted_sum_and_aux_have_the_bits_of_one_process(crew: Crew) -> None:
     schedule = schedules.zbv(ranks=2, microbatches=4)
-    crew.start(run, schedule, ranks=range(2))
+    crew.start(run_case, schedule, ranks=range(2))
     parts = values(crew.collect())
-    whole, whole_forward = run(None, schedule)
+    whole, whole_forward = run_case(None, schedule)
     # Stages 0 and 3 are on rank 0, 1 and 2 on rank 1; batch and parameters are the last stage's.
     makers = {"load": 1, "counts": 1, "hidden": 1, "tokens": 0, "tied": 0, "wrong": 0}
     for rank, (step, forward) in enumerate(parts):
@@ -113,7 +113,9 @@ def test_what_cannot_be_merged_is_refused_on_every_rank(crew: Crew) -> None:
         assert right.failure is None and value.value == 2  # the mean of two
 
 
-def train(group: dist.ProcessGroup | None, schedule: Schedule, batch_norm: str) -> list[Any]:
+def train_returning(
+    group: dist.ProcessGroup | None, schedule: Schedule, batch_norm: str
+) -> list[Any]:
     pipe = fpipe.pipeline(
         without_aux,
         schedule=schedule,
@@ -151,9 +153,9 @@ def test_what_is_kept_of_a_call_in_inference_mode_serves_any_other(crew: Crew) -
 @pytest.mark.parametrize("batch_norm", ["microbatch", "deferred"])
 def test_state_is_the_same_on_every_rank(crew: Crew, batch_norm: str) -> None:
     schedule = schedules.zbv(ranks=2, microbatches=4)
-    crew.start(train, schedule, batch_norm, ranks=range(2))
+    crew.start(train_returning, schedule, batch_norm, ranks=range(2))
     parts = values(crew.collect())
-    whole = train(None, schedule, batch_norm)
+    whole = train_returning(None, schedule, batch_norm)
     for part in parts:
         for found, expected in zip(part[:2], whole[:2], strict=True):
             assert_identical(found.loss, expected.loss)

@@ -62,7 +62,7 @@ def check_over_ranks(
     return expected
 
 
-def check_step(
+def check_one_step(
     crew: Crew,
     name: str,
     schedule: Schedule,
@@ -87,7 +87,7 @@ def check_step(
     [(f, *[("gpt", "none"), ("conv", "full")][i % 2]) for i, f in enumerate(FAMILIES)],
 )
 def test_two_ranks(crew: Crew, family: str, name: str, remat: str) -> None:
-    check_step(crew, name, schedules.get(family, ranks=2, microbatches=3), 6, remat=remat)
+    check_one_step(crew, name, schedules.get(family, ranks=2, microbatches=3), 6, remat=remat)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_more_ranks(
 ) -> None:
     """Microbatches of two sizes; fewer microbatches than ranks."""
     schedule = schedules.get(family, ranks=ranks, microbatches=microbatches)
-    check_step(crew, "mlp", schedule, rows, remat=remat)
+    check_one_step(crew, "mlp", schedule, rows, remat=remat)
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_weights_made_of_parameters(crew: Crew, remat: str) -> None:
-    check_step(crew, "adapted", schedules.zbv(ranks=2, microbatches=3), 7, remat=remat)
+    check_one_step(crew, "adapted", schedules.zbv(ranks=2, microbatches=3), 7, remat=remat)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_weights_made_of_parameters(crew: Crew, remat: str) -> None:
 @pytest.mark.parametrize("split", [False, True])
 def test_placements(crew: Crew, placement: list[int], split: bool) -> None:
     schedule = all_forwards_first(placement, 3, split)
-    check_step(crew, "conv" if split else "gpt", schedule, 6)
+    check_one_step(crew, "conv" if split else "gpt", schedule, 6)
 
 
 @settings(
@@ -136,13 +136,13 @@ def test_placements(crew: Crew, placement: list[int], split: bool) -> None:
 @given(schedule=any_schedule())
 def test_any_schedule_that_can_run(crew: Crew, schedule: Schedule) -> None:
     """Random placements and orders, B and I with W mixed."""
-    check_step(crew, "mlp", schedule, 2 * schedule.num_microbatches + 1)
+    check_one_step(crew, "mlp", schedule, 2 * schedule.num_microbatches + 1)
 
 
 @pytest.mark.parametrize("ranks", [(1, 3), (0, 2, 3), (2,)], ids=str)
 def test_a_group_that_is_not_the_world(crew: Crew, ranks: tuple[int, ...]) -> None:
     schedule = schedules.one_f_one_b(ranks=len(ranks), microbatches=4)
-    check_step(crew, "mlp", schedule, 8, ranks=ranks)
+    check_one_step(crew, "mlp", schedule, 8, ranks=ranks)
 
 
 def test_a_mesh_beside_another_dimension(crew: Crew) -> None:
@@ -176,7 +176,7 @@ def test_one_rank_may_run_uncompiled(crew: Crew) -> None:
 @pytest.mark.inductor
 def test_compiled(crew: Crew) -> None:
     schedule = schedules.zb_h1(ranks=2, microbatches=2)
-    check_step(crew, "mlp", schedule, 4, torch.float32, compile=True)
+    check_one_step(crew, "mlp", schedule, 4, torch.float32, compile=True)
 
 
 # ── calls ───────────────────────────────────────────────────────────────────────────────────────

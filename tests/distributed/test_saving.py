@@ -141,7 +141,7 @@ def trained_for_long(group: Group, path: str) -> None:
         save(f"{path}/last", params, state, step=step)
 
 
-def by_torch(model: Model, steps: int) -> Any:
+def trained_by_torch(model: Model, steps: int) -> Any:
     """Parameters after some steps of torch's own loop."""
     leaves, spec = pytree.flatten(model.params)
     leaves = [leaf.clone() for leaf in leaves]
@@ -186,7 +186,11 @@ def test_a_run_that_is_killed_goes_on_over_other_ranks(crew: Crew, tmp_path: Pat
         step = parts[0][2]
         assert 1 <= step < STEPS
         model = mlp(SCHEDULE.num_stages, 8)
-        assert_same(by_stage([part[0] for part in parts], other), by_torch(model, step), 1e-9)
-        assert_same(by_stage([part[1] for part in parts], other), by_torch(model, step + 2), 1e-9)
+        assert_same(
+            by_stage([part[0] for part in parts], other), trained_by_torch(model, step), 1e-9
+        )
+        assert_same(
+            by_stage([part[1] for part in parts], other), trained_by_torch(model, step + 2), 1e-9
+        )
         assert trainer_of(None, SCHEDULE)[1].load(path).step == step + 2
         assert [place.name for place in folder.iterdir()] == ["last"]

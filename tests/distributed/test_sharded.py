@@ -116,7 +116,7 @@ def step_of(mesh: DeviceMesh, schedule: Schedule, kind: str, **options: Any) -> 
         assert_same(grad, part_of(expected, name, mesh))
 
 
-def steps_of(group: Group, names: tuple[str, str]) -> None:
+def steps_of_divided(group: Group, names: tuple[str, str]) -> None:
     mesh = mesh_of((2, 2), names)
     zero_bubble, waves = (
         make(ranks=2, microbatches=4) for make in (schedules.zb_h1, schedules.zbv)
@@ -131,7 +131,7 @@ def steps_of(group: Group, names: tuple[str, str]) -> None:
 @pytest.mark.parametrize("names", MESHES, ids="-".join)
 def test_divided_layers_train_as_whole_ones(crew: Crew, names: tuple[str, str]) -> None:
     """The groups of a mesh dimension have other names on each rank of a pipeline."""
-    values(crew.run(steps_of, names))
+    values(crew.run(steps_of_divided, names))
 
 
 def gathered(group: Group, compile: bool) -> None:

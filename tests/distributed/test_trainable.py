@@ -14,7 +14,7 @@ from tests.distributed.crew import Crew, values
 from tests.models import assert_identical, mean_square, mlp
 
 
-def steps(group: dist.ProcessGroup | None, schedule: Schedule) -> Any:
+def steps_of_choices(group: dist.ProcessGroup | None, schedule: Schedule) -> Any:
     """A step of a chain whose first half is frozen, its messages back, and a step of a function."""
     stages = schedule.num_stages
     model = mlp(stages, 7)
@@ -47,11 +47,13 @@ def steps(group: dist.ProcessGroup | None, schedule: Schedule) -> Any:
 
 def test_frozen_start(crew: Crew) -> None:
     schedule = schedules.one_f_one_b(ranks=2, microbatches=3)
-    step, back, function = steps(None, schedule)
+    step, back, function = steps_of_choices(None, schedule)
     assert back == []
     assert pytree.flatten(step.grads[0])[0] == [] and len(pytree.flatten(step.grads[1])[0]) == 2
     held = []
-    for rank, (own, sent, parts) in enumerate(values(crew.run(steps, schedule, ranks=range(2)))):
+    for rank, (own, sent, parts) in enumerate(
+        values(crew.run(steps_of_choices, schedule, ranks=range(2)))
+    ):
         assert sent == []
         assert_identical(own.loss, step.loss)
         assert_identical(own.grads[rank], step.grads[rank])
@@ -68,7 +70,7 @@ def test_frozen_start(crew: Crew) -> None:
 def test_gradients_flow_where_the_start_is_trained(crew: Crew) -> None:
     """The same count is not zero for a looped pipeline, whose trained half is on both ranks."""
     schedule = schedules.interleaved_1f1b(ranks=2, microbatches=4)
-    expected = steps(None, schedule)
-    for own in values(crew.run(steps, schedule, ranks=range(2))):
+    expected = steps_of_choices(None, schedule)
+    for own in values(crew.run(steps_of_choices, schedule, ranks=range(2))):
         assert own[1] == expected[1] == [1] * 4
         assert_identical(own[0].loss, expected[0].loss)

@@ -175,7 +175,7 @@ def checked(weight: Tensor, value: dict[str, Tensor]) -> Tensor:
     return (value["x"] @ weight) * (value["y"] == MARK).all()
 
 
-def step(group: dist.ProcessGroup | None) -> tuple[Tensor, list[Tensor | None]]:
+def slow_step(group: dist.ProcessGroup | None) -> tuple[Tensor, list[Tensor | None]]:
     pipe = fpipe.pipeline(
         [marks, checked],
         lambda y, _: y.mean(),
@@ -189,9 +189,9 @@ def step(group: dist.ProcessGroup | None) -> tuple[Tensor, list[Tensor | None]]:
 
 
 def test_a_value_that_is_the_mark_arrives(crew: Crew) -> None:
-    loss, grads = step(None)
+    loss, grads = slow_step(None)
     assert loss > 1
-    for rank, (own_loss, own) in enumerate(values(crew.run(step, ranks=range(2)))):
+    for rank, (own_loss, own) in enumerate(values(crew.run(slow_step, ranks=range(2)))):
         assert_identical(own_loss, loss)
         assert_identical(own[rank], grads[rank])
 

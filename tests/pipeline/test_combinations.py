@@ -17,7 +17,7 @@ from tests.models import assert_same
 KEY = random.key(2)
 
 
-def by_microbatch(one: Any, trained: Any, state: Any, batch: Tensor) -> Any:
+def everything_by_microbatch(one: Any, trained: Any, state: Any, batch: Tensor) -> Any:
     """The loss, gradients, state and aux of three microbatches, one after the other."""
 
     def whole(own: Any) -> Any:
@@ -33,7 +33,7 @@ def by_microbatch(one: Any, trained: Any, state: Any, batch: Tensor) -> Any:
     return loss, grads, new, aux
 
 
-def loss_fn(params: Any, state: Any, batch: Tensor, key: Tensor) -> Any:
+def loss_with_everything(params: Any, state: Any, batch: Tensor, key: Tensor) -> Any:
     """Draws in two stages, normalises in one, counts in another; the first layer is frozen."""
     first, second = random.split(key)
     x = fpipe.cut(torch.tanh(batch @ params["frozen"]))
@@ -64,7 +64,7 @@ def test_function_with_everything(schedule: fpipe.Schedule, remat: Any) -> None:
     }
     batch = torch.randn(8, 4).double()
     pipe = fpipe.pipeline(
-        loss_fn,
+        loss_with_everything,
         schedule=schedule,
         has_state=True,
         has_key=True,
@@ -75,8 +75,8 @@ def test_function_with_everything(schedule: fpipe.Schedule, remat: Any) -> None:
     )
     found = pipe.step(params, state, batch, KEY)
     trained = {name: params[name] for name in ("middle", "scale")}
-    loss, grads, new, aux = by_microbatch(
-        lambda own, *others: loss_fn({**params, **own}, *others), trained, state, batch
+    loss, grads, new, aux = everything_by_microbatch(
+        lambda own, *others: loss_with_everything({**params, **own}, *others), trained, state, batch
     )
     assert_same(tuple(found), (loss, grads | {"frozen": None}, new, aux))
     assert "0B0" not in str(pipe.programs(params, state, batch)[0])
@@ -125,6 +125,6 @@ def test_module_with_everything() -> None:
     )
     found = pipe.step(params, state_of(module), {"x": batch}, KEY)
     trained = {name: value for name, value in params.items() if not name.startswith("first")}
-    expected = by_microbatch(one, trained, state_of(module), batch)
+    expected = everything_by_microbatch(one, trained, state_of(module), batch)
     frozen = {name: None for name in params if name.startswith("first")}
     assert_same(tuple(found), (expected[0], expected[1] | frozen, *expected[2:]))

@@ -579,7 +579,7 @@ def test_orders_of_known_shapes_are_forgotten(
 # ── what is refused ─────────────────────────────────────────────────────────────────────────────
 
 
-def refused(batch: Any, match: str, in_dims: Any = 0) -> None:
+def refused_batch(batch: Any, match: str, in_dims: Any = 0) -> None:
     schedule = schedules.gpipe(ranks=1, microbatches=2)
     pipe = fpipe.pipeline(
         lambda w, batch: sum(leaf.sum() for leaf in pytree.flatten(batch)[0]) * w,
@@ -593,21 +593,29 @@ def refused(batch: Any, match: str, in_dims: Any = 0) -> None:
 
 def test_refusals() -> None:
     two, x = Microbatches([rand(2, 3), rand(2, 4)]), rand(2, 3)
-    refused(Microbatches([two, two]), "microbatch 0 has Microbatches within it")
-    refused(Microbatches([]), "of 0 parts, .*an iterator gives its values once")
-    refused(Microbatches([x, x]), "in_dims is <class .* for a leaf of micro", in_dims=Microbatches)
-    refused(Microbatches([x]), "has Microbatches of 1 parts, but the schedule has 2")
-    refused({"x": two, "y": Microbatches([x])}, "Microbatches of 1 and 2 parts stand in one")
-    refused(Microbatches([{"x": x}, {"y": x}]), "microbatch 1 has the structure .*'y'")
-    refused(Microbatches([x, x.float()]), "of microbatch 1 is float32 with 2 dimensions on cpu")
-    refused(Microbatches([x, x[0]]), "of microbatch 1 is float64 with 1 dim.*of their dim.* alone")
-    refused(Microbatches([x, x[:0]]), "microbatch 1 has 0 rows")
-    refused({"x": two, "y": rand(5)}, r"batch\['y'\] has 5 rows, but the Microbatches .* 4, 2 \+ 2")
-    refused({"x": two, "y": Microbatches([x[:1], x])}, "0 has 1 rows in .'y'. and 2 in .'x'.")
-    refused(two, "in_dims is 2 for a leaf of microbatch 0, of shape .2, 3.", in_dims=2)
-    refused({"x": two}, "in_dims must be a pytree prefix of microbatch 0", in_dims={"x": [0]})
-    refused(Microbatches([x, "text"]), r"batch\[1\]='text' is a str")
-    refused(Microbatches([x, [x, x].__iter__()]), "gives its values once")
+    refused_batch(Microbatches([two, two]), "microbatch 0 has Microbatches within it")
+    refused_batch(Microbatches([]), "of 0 parts, .*an iterator gives its values once")
+    refused_batch(
+        Microbatches([x, x]), "in_dims is <class .* for a leaf of micro", in_dims=Microbatches
+    )
+    refused_batch(Microbatches([x]), "has Microbatches of 1 parts, but the schedule has 2")
+    refused_batch({"x": two, "y": Microbatches([x])}, "Microbatches of 1 and 2 parts stand in one")
+    refused_batch(Microbatches([{"x": x}, {"y": x}]), "microbatch 1 has the structure .*'y'")
+    refused_batch(
+        Microbatches([x, x.float()]), "of microbatch 1 is float32 with 2 dimensions on cpu"
+    )
+    refused_batch(
+        Microbatches([x, x[0]]), "of microbatch 1 is float64 with 1 dim.*of their dim.* alone"
+    )
+    refused_batch(Microbatches([x, x[:0]]), "microbatch 1 has 0 rows")
+    refused_batch(
+        {"x": two, "y": rand(5)}, r"batch\['y'\] has 5 rows, but the Microbatches .* 4, 2 \+ 2"
+    )
+    refused_batch({"x": two, "y": Microbatches([x[:1], x])}, "0 has 1 rows in .'y'. and 2 in .'x'.")
+    refused_batch(two, "in_dims is 2 for a leaf of microbatch 0, of shape .2, 3.", in_dims=2)
+    refused_batch({"x": two}, "in_dims must be a pytree prefix of microbatch 0", in_dims={"x": [0]})
+    refused_batch(Microbatches([x, "text"]), r"batch\[1\]='text' is a str")
+    refused_batch(Microbatches([x, [x, x].__iter__()]), "gives its values once")
 
 
 def test_dtype_of_what_comes_out_may_not_differ() -> None:

@@ -113,7 +113,7 @@ def loss(y: Tensor, microbatch: Tensor) -> Tensor:
     return (y - microbatch).square().mean()
 
 
-def expected(layer: Any, microbatches: int = MICROBATCHES) -> Any:
+def expected_gradients(layer: Any, microbatches: int = MICROBATCHES) -> Any:
     own = [{k: v.clone().requires_grad_() for k, v in p.items()} for p in PARAMS]
     losses = []
     for x in BATCH.chunk(microbatches):
@@ -152,7 +152,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_stages(layer: Any, schedule: Any, remat: str) -> None:
     pipe = fpipe.pipeline([layer] * 4, loss, schedule, compile=False, remat=remat)
-    torch.testing.assert_close(tuple(pipe.step(PARAMS, BATCH)), expected(layer))
+    torch.testing.assert_close(tuple(pipe.step(PARAMS, BATCH)), expected_gradients(layer))
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
@@ -160,7 +160,7 @@ def test_stages(layer: Any, schedule: Any, remat: str) -> None:
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_cuts(layer: Any, schedule: Any, remat: str) -> None:
     pipe = fpipe.pipeline(with_cuts(layer), schedule=schedule, compile=False, remat=remat)
-    torch.testing.assert_close(tuple(pipe.step(PARAMS, BATCH)), expected(layer))
+    torch.testing.assert_close(tuple(pipe.step(PARAMS, BATCH)), expected_gradients(layer))
 
 
 @pytest.mark.parametrize("stages", [True, False])
@@ -185,4 +185,4 @@ def test_compiled() -> None:
         return auxiliary(p, kept(p, penalised(p, x)))
 
     pipe = fpipe.pipeline([stage] * 4, loss, SCHEDULES["1f1b"], compile=laid_out)
-    torch.testing.assert_close(tuple(pipe.step(PARAMS, BATCH)), expected(stage))
+    torch.testing.assert_close(tuple(pipe.step(PARAMS, BATCH)), expected_gradients(stage))

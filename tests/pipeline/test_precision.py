@@ -39,7 +39,7 @@ def problem(stages: int = 2) -> tuple[list[Any], dict[str, Tensor]]:
     return params, {"x": draw(16, 8), "y": draw(16, 8)}
 
 
-def expected(
+def expected_under(
     params: Any, batch: Any, policy: MixedPrecisionPolicy, forward: Any, loss: Any
 ) -> tuple[Tensor, Any]:
     """What FSDP2 computes: each microbatch in the policy's dtypes, and the sum of its gradients."""
@@ -87,7 +87,7 @@ def test_stages_compute_what_the_policy_says(policy: MixedPrecisionPolicy, famil
         [layer] * schedule.num_stages, loss, schedule, compile=False, mp_policy=policy
     )
     value, grads = pipe.step(params, batch)
-    total, sums = expected(params, batch, policy, chain, loss)
+    total, sums = expected_under(params, batch, policy, chain, loss)
     assert_same(
         [value.float(), grads], [total.float(), sums], 1e-6 if value.dtype != HALF else 1e-2
     )
@@ -165,7 +165,7 @@ def test_one_function_gets_its_arguments_cast() -> None:
     pipe = fpipe.pipeline(whole, schedule=schedule, compile=False, mp_policy=policy)
     value, grads = pipe.step(params, batch)
     rounded = batch | {"y": batch["y"].to(HALF)}
-    assert_same([value, grads], [*expected(params, rounded, BOTH, chain, loss)], 1e-6)
+    assert_same([value, grads], [*expected_under(params, rounded, BOTH, chain, loss)], 1e-6)
     with pytest.raises(StageError, match=r"output_dtype=torch\.float32, and one function"):
         fpipe.pipeline(whole, schedule=schedule, compile=False, mp_policy=BOTH)
 
@@ -204,7 +204,7 @@ def test_a_module_computes_in_half_precision_with_wide_parameters(dtype: torch.d
         output: Tensor = torch.func.functional_call(module, params, (x,))
         return output
 
-    assert_same([value, grads], [*expected(params, batch, BOTH, forward, loss)], 1e-6)
+    assert_same([value, grads], [*expected_under(params, batch, BOTH, forward, loss)], 1e-6)
     trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1, max_norm=1.0)
     after = trainer.step(params, trainer.init(params), batch)
     assert {leaf.dtype for leaf in after.params.values()} == {WIDE}
@@ -263,6 +263,6 @@ def test_compiled_numbers_are_those_of_the_policy() -> None:
     schedule = schedules.zb_h1(ranks=2, microbatches=MICROBATCHES)
     pipe = fpipe.pipeline([layer] * 2, loss, schedule, mp_policy=BOTH)
     value, grads = pipe.step(params, batch)
-    total, sums = expected(params, batch, BOTH, chain, loss)
+    total, sums = expected_under(params, batch, BOTH, chain, loss)
     assert_same([value, grads], [total, sums], 2e-2)
     assert {leaf.dtype for leaf in pytree.flatten(grads)[0]} == {WIDE}

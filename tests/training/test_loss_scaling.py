@@ -55,7 +55,7 @@ def scaler_of(**options: Any) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2, **options)
 
 
-def by_torch(max_norm: float | None) -> tuple[list[Tensor], list[tuple[float, int]]]:
+def scaled_by_torch(max_norm: float | None) -> tuple[list[Tensor], list[tuple[float, int]]]:
     """The parameters after each step of torch's own loop, and the scale."""
     weights = [nn.Parameter(w) for w in parameters()]
     optimizer = torch.optim.Adam(weights, lr=0.1, foreach=False)
@@ -85,7 +85,7 @@ def test_steps_and_scales_are_those_of_torch(options: dict[str, Any]) -> None:
         _, params, state, norm = trainer.step(params, state, x)
         assert state.scale is not None and norm is not None
         ends.append((float(state.scale.scale), int(state.scale.growth_tracker)))
-    expected, scales = by_torch(options.get("max_norm"))
+    expected, scales = scaled_by_torch(options.get("max_norm"))
     assert ends == scales
     assert int(state.steps) == 5
     for ours, theirs in zip(params, expected, strict=True):

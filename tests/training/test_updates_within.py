@@ -20,7 +20,7 @@ STEPS: Final = 3
 FAMILIES: Final = list(zip(schedules.FAMILIES, itertools.cycle([(0.05,), (None, 1e3)])))
 
 
-def trained(
+def trained_with_updates(
     pipe: fpipe.Pipeline,
     params: Any,
     batch: Any,
@@ -53,8 +53,10 @@ def test_the_bits_are_those_of_a_step_that_waits(
     model, pipe = piped(mlp, schedule, 8)
     ranks = schedule.num_ranks
     for max_norm in norms:
-        within, updates = trained(pipe, model.params, model.batch, max_norm=max_norm)
-        after, none = trained(pipe, model.params, model.batch, max_norm=max_norm, clip="wait")
+        within, updates = trained_with_updates(pipe, model.params, model.batch, max_norm=max_norm)
+        after, none = trained_with_updates(
+            pipe, model.params, model.batch, max_norm=max_norm, clip="wait"
+        )
         assert_identical(within, after)
         assert updates == [[f"{s}UPDATE" for s in _order(schedule, rank)] for rank in range(ranks)]
         assert none == [[]] * ranks
@@ -74,8 +76,10 @@ def test_a_step_that_is_clipped_and_one_that_is_not_are_both_right() -> None:
     norm = fpipe.global_norm(pipe_of(model, schedule).step(model.params, model.batch).grads)
     for max_norm in (float(norm) * 0.999, float(norm) * 1.001):
         pipe = pipe_of(model, schedule)
-        within, _ = trained(pipe, model.params, model.batch, max_norm=max_norm)
-        after, _ = trained(pipe, model.params, model.batch, max_norm=max_norm, clip="wait")
+        within, _ = trained_with_updates(pipe, model.params, model.batch, max_norm=max_norm)
+        after, _ = trained_with_updates(
+            pipe, model.params, model.batch, max_norm=max_norm, clip="wait"
+        )
         assert_identical(within, after)
 
 
@@ -108,8 +112,10 @@ def test_what_the_loss_does_not_depend_on_decays(max_norm: float | None) -> None
     pipe = fpipe.pipeline(stages, lambda y, _: y.square().mean(), schedule, compile=False)
     params = [{"w": torch.ones(3), "idle": torch.ones(2)}, {"w": torch.ones(3)}]
     options: Any = {"weight_decay": 0.5, "max_norm": max_norm}
-    steps, _ = trained(pipe, params, torch.ones(4, 3), torch.optim.SGD, **options)
-    waited, _ = trained(pipe, params, torch.ones(4, 3), torch.optim.SGD, clip="wait", **options)
+    steps, _ = trained_with_updates(pipe, params, torch.ones(4, 3), torch.optim.SGD, **options)
+    waited, _ = trained_with_updates(
+        pipe, params, torch.ones(4, 3), torch.optim.SGD, clip="wait", **options
+    )
     assert_identical(steps, waited)
     assert_same(steps[0].params[0]["idle"], torch.full((2,), 0.95))
 
@@ -121,8 +127,8 @@ def test_groups_frozen_stages_and_sums_in_another_dtype_are_kept() -> None:
     schedule = schedules.one_f_one_b(ranks=3, microbatches=4)
     pipe = pipe_of(model, schedule, trainable=[True, False, True], accum_dtype=torch.float32)
     options: Any = {"groups": {"0.b": None, "2.*": {"lr": 0.01}}, "max_norm": 0.5}
-    within, updates = trained(pipe, params, batch, **options)
-    waited, _ = trained(pipe, params, batch, clip="wait", **options)
+    within, updates = trained_with_updates(pipe, params, batch, **options)
+    waited, _ = trained_with_updates(pipe, params, batch, clip="wait", **options)
     assert_identical(within, waited)
     assert updates == [["0UPDATE"], [], ["2UPDATE"]]
     assert within[-1].params[0]["w"].dtype == torch.bfloat16
@@ -158,8 +164,8 @@ def test_a_tied_parameter_is_updated_once_behind_its_sum(max_norm: float | None)
     x = torch.randint(7, (4, 5))
     params = dict(module.named_parameters())
     batch = {"x": x, "y": x}
-    within, updates = trained(pipe, params, batch, max_norm=max_norm)
-    waited, _ = trained(pipe, params, batch, max_norm=max_norm, clip="wait")
+    within, updates = trained_with_updates(pipe, params, batch, max_norm=max_norm)
+    waited, _ = trained_with_updates(pipe, params, batch, max_norm=max_norm, clip="wait")
     assert_identical(within, waited)
     assert updates == [["0UPDATE"], []]  # the first rank that reads it
 
@@ -186,7 +192,7 @@ def test_parameters_of_a_module_are_updated_within() -> None:
     model = mlp(2, 8)
     pipe = pipe_of(model, schedules.one_f_one_b(ranks=2, microbatches=4))
     params = pytree.tree_map(torch.nn.Parameter, model.params)
-    within, updates = trained(pipe, params, model.batch)
+    within, updates = trained_with_updates(pipe, params, model.batch)
     assert updates == [["0UPDATE"], ["1UPDATE"]]
-    assert_identical(within, trained(pipe, model.params, model.batch)[0])
+    assert_identical(within, trained_with_updates(pipe, model.params, model.batch)[0])
     assert not any(leaf.requires_grad for leaf in pytree.flatten(within[0].params)[0])

@@ -52,17 +52,23 @@ def composed(chain: Sequence[str]) -> Any:
     return pipe
 
 
-def expected(chain: Sequence[str], model: Model, vector: Any) -> Any:
+def expected_of_chain(chain: Sequence[str], model: Model, vector: Any) -> Any:
     """The results that ``composed(chain).step`` must return."""
     if not chain:
         return tuple(unpipelined(*model))
     name, *rest = chain
     if name in DERIVATIVES:
         # The transform of several losses is that of each loss, so it may as well be taken last.
-        return expected([*rest, name], model, vector) if rest else derivative(name, model, vector)
+        return (
+            expected_of_chain([*rest, name], model, vector)
+            if rest
+            else derivative(name, model, vector)
+        )
     if name == "vmap":
         alone = [
-            expected(rest, model._replace(params=member(model.params, n)), member(vector, n))
+            expected_of_chain(
+                rest, model._replace(params=member(model.params, n)), member(vector, n)
+            )
             for n in range(MEMBERS)
         ]
     else:
@@ -70,7 +76,7 @@ def expected(chain: Sequence[str], model: Model, vector: Any) -> Any:
             pytree.tree_map(lambda v, k=n: v[k : k + 1], model.batch)
             for n in range(len(model.batch["x"]))
         ]
-        alone = [expected(rest, model._replace(batch=own), vector) for own in rows]
+        alone = [expected_of_chain(rest, model._replace(batch=own), vector) for own in rows]
     return pytree.tree_map(together, *alone)
 
 
@@ -152,7 +158,7 @@ def test_chain_equals_its_transforms_one_by_one(chain: tuple[str, ...]) -> None:
     params = nested_ensemble(model.params, levels)
     vector = nested_ensemble(pytree.tree_map(torch.cos, model.params), levels)
     ours = pipe.step(params, model.batch, *[vector][: vectors_of(pipe)])
-    theirs = expected(chain, model._replace(params=params), vector)
+    theirs = expected_of_chain(chain, model._replace(params=params), vector)
     assert_same(tuple(ours), tuple(theirs), 1e-9)
 
 

@@ -359,7 +359,7 @@ def test_backward_of_draws_without_a_key_is_refused() -> None:
         pipe.forward(tracked([rand(3), rand(3)]), rand(6, 3)).sum().backward()
 
 
-def refused() -> dict[str, tuple[Any, str]]:
+def check_refused() -> dict[str, tuple[Any, str]]:
     pipe = pipeline()
 
     def scalar(p: Any, batch: Any) -> Tensor:
@@ -376,7 +376,7 @@ def refused() -> dict[str, tuple[Any, str]]:
 
 @pytest.mark.parametrize("name", ["hvp", "twice", "ensemble", "rows", "function"])
 def test_pipelines_without_a_vjp_are_refused(name: str) -> None:
-    pipe, text = refused()[name]
+    pipe, text = check_refused()[name]
     with pytest.raises(fpipe.StageError, match=text):
         fpipe.vjp(pipe)
 
