@@ -58,8 +58,13 @@ def test_a_search_without_time_for_its_size_is_refused(options: Any, actions: st
         )
 
 
-@pytest.mark.timeout(20)
-def test_a_large_start_is_refused_too() -> None:
-    start = schedules.gpipe(ranks=100, microbatches=4_000)
+@pytest.fixture
+def large() -> Schedule:
+    """Made ahead of the test that is timed: that takes longer than to refuse a search."""
+    return schedules.gpipe(ranks=100, microbatches=4_000)
+
+
+@pytest.mark.timeout(20, func_only=True)
+def test_a_large_start_is_refused_too(large: Schedule) -> None:
     with pytest.raises(ScheduleError, match=r"1,200,000 actions.* take some 60 seconds"):
-        fpipe.search(start=start, cost=Cost(f=1, i=1, w=1), seconds=1)
+        fpipe.search(start=large, cost=Cost(f=1, i=1, w=1), seconds=1)
