@@ -58,3 +58,18 @@ def test_a_large_v_at_half_the_memory_is_near_its_bound() -> None:
         ranks=32, microbatches=256, cost=UNEVEN, memory=16, placement=vee(32), iterations=60
     )
     assert found.gap < 0.1
+
+
+def test_a_v_of_64_ranks_needs_few_iterations() -> None:
+    # 786,432 actions. It was 20 percent above the bound.
+    found = search(
+        ranks=64, microbatches=2048, cost=UNEVEN, memory=32, placement="v", iterations=20
+    )
+    assert found.gap < 0.05
+
+
+def test_a_wave_of_four_stages_a_rank_is_near_its_bound() -> None:
+    found = search(
+        ranks=8, microbatches=16, cost=UNEVEN, memory=8, placement="wave", iterations=400
+    )
+    assert found.gap < 0.05
