@@ -213,7 +213,7 @@ def _check_steps(pipe: Pipeline, steps: Any) -> None:
         for value, numbers in ranks.items()
     )
     raise PipelineError(
-        f"fpipe.profile was value {listed}: it must be the same integer, 1 or more, on all ranks"
+        f"fpipe.profile was given {listed}: it must be the same integer, 1 or more, on all ranks"
     )
 
 
@@ -230,10 +230,10 @@ def message_bytes(program: Program) -> dict[tuple[int, int], float]:
 
 
 def residual_bytes(program: Program) -> dict[tuple[int, int], tuple[float, float]]:
-    """The bytes that F keeps for its backward, and those of them that I frees, maker stage and
+    """The bytes that F keeps for its backward, and those of them that I frees, by stage and
     microbatch.
 
-    A value counts for the stage and microbatch whose backward uses it last, wherever it was filled:
+    A value counts for the stage and microbatch whose backward uses it last, wherever it was made:
     the input of a stage is kept for it too. A value that I makes for W counts as not freed, and so
     does a gradient that W still reads, whether the next stage is on this rank or on another.
     """
@@ -285,7 +285,7 @@ def measured_links(
 ) -> LinkTimes:
     """Send messages of 64 bytes and of 4 MiB along a placement and back, and compare.
 
-    Each message is alone. Every rank of the group calls this.
+    Each message is alone, and the fastest of each size counts. Every rank of the group calls this.
 
     Args:
         group: of the ranks.
@@ -305,7 +305,7 @@ def measured_links(
             for _ in range(steps + 1):
                 pipe.step(params, batch)
         delays = [delay for timeline in recording.timelines[1:] for delay in hops(timeline)]
-        times.append(max(0.0, median(delays or [0.0])))
+        times.append(max(0.0, min(delays, default=0.0)))  # all else that runs only adds
     few, many = times
     return LinkTimes(few, max(0.0, many - few) / (4 * (_MANY - _FEW)))
 
