@@ -259,9 +259,9 @@ def refuse_lost(module: nn.Module) -> None:
         for hook in (*submodule._forward_pre_hooks.values(), *submodule._forward_hooks.values()):
             if (maker := str(getattr(hook, "__module__", ""))).startswith(_COMPOSED):
                 raise StageError(
-                    f"{where} has a hook of {maker}: pass the module as it is before that: a step "
-                    "averages no gradients (do so yourself: docs/distributed.md), and computes "
-                    "forwards again by remat= or torch.utils.checkpoint"
+                    f"{where} has a hook of {maker}: pass the module as it is before that: data= "
+                    "averages gradients over replicas (docs/data-parallel.md), and remat= or "
+                    "torch.utils.checkpoint computes forwards again"
                 )
     refuse_gradient_hooks(module.named_modules())
 

@@ -77,7 +77,10 @@ def composed(module: nn.Module) -> nn.Module:
             ),
             r"module is a FullyShardedDataParallel: pass the module as it is before it is sharded",
         ),
-        (lambda: spread(composed), r"module has a hook of .*\.replicate: .*\(do so yourself"),
+        (
+            lambda: spread(composed),
+            r"module has a hook of .*\.replicate: .*data= averages gradients",
+        ),
         (lambda: nn.Sequential(nn.DataParallel(linears())), r"module\.get_submodule\('0'\) is a D"),
         (
             lambda: hooked(lambda w: w.register_hook(lambda grad: grad * 0)),
