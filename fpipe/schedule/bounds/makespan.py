@@ -27,7 +27,7 @@ from fpipe.schedule.bounds.rank_bounds import (
     idle_bound,
     turns_bound,
 )
-from fpipe.schedule.bounds.whole_stage import with_whole_stage_work
+from fpipe.schedule.bounds.whole_stage_bound import with_whole_stage_work
 from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.placements import plain_placement, stages_by_rank
 from fpipe.schedule.scaled_costs import alike, with_times
