@@ -236,6 +236,11 @@ def places_of(graph: fx.Graph) -> tuple[torch.device | str, ...]:
     return tuple(places)
 
 
+def is_on_cpu(graph: fx.Graph) -> bool:
+    """Whether a graph computes on the CPU alone, without collectives."""
+    return all(place == torch.device("cpu") for place in places_of(graph))
+
+
 class _Bare(str):
     """A node, device or group in a fingerprint: unlike a string argument, it is printed bare."""
 

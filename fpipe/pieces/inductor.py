@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fpipe.graph.nodes import Layout, lay_out, layouts_of, places_of, unlike
+from fpipe.graph.nodes import Layout, is_on_cpu, lay_out, layouts_of, unlike
 from fpipe.graph.rewrites import copy_of, with_uniform_draws
 from fpipe.pieces import inductor_lowerings, kernel_cache
 from fpipe.pieces.boxed import Boxed, relaid
@@ -74,8 +74,7 @@ def by_inductor(
 
 def _deferred(graph: fx.Graph) -> AbstractContextManager[None]:
     """Lets the loops of a graph be waited for later, where nothing calls or keeps them before."""
-    on_cpu = all(place == torch.device("cpu") for place in places_of(graph))
-    return deferred() if on_cpu and not _tunes() else nullcontext()
+    return deferred() if is_on_cpu(graph) and not _tunes() else nullcontext()
 
 
 def _tunes() -> bool:

@@ -26,7 +26,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from fpipe.graph.nodes import fingerprint, layouts_of, places_of
+from fpipe.graph.nodes import fingerprint, is_on_cpu, layouts_of
 from fpipe.inputs.ambient import kernels
 from fpipe.pieces.boxed import Boxed
 from fpipe.pieces.onednn_products import blas_is_slow
@@ -121,7 +121,7 @@ def _path(key: str) -> Path:
 
 def _is_ours(graph: fx.Graph) -> bool:
     """Whether a graph computes on the CPU alone, in operations that no user defines."""
-    return all(place == torch.device("cpu") for place in places_of(graph)) and all(
+    return is_on_cpu(graph) and all(
         node.target is operator.getitem
         or (isinstance(node.target, OpOverload) and node.target.namespace in _NAMESPACES)
         for node in graph.nodes
