@@ -25,8 +25,8 @@ from fpipe.schedule.families.looped import (
 )
 from fpipe.schedule.families.single_stage import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
 from fpipe.schedule.families.v_shaped import dualpipev, zbv
+from fpipe.schedule.orders.zero_bubble import zb_auto
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.searching.zero_bubble import zb_auto
 
 __all__ = [
     "FAMILIES",

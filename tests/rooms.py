@@ -55,6 +55,8 @@ LAYERS: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
             "fpipe.schedule.verifier",
         ),
         ("fpipe.schedule.simulator", "fpipe.schedule.timeline"),
+        ("fpipe.schedule.orders",),
+        ("fpipe.schedule.phases",),
         ("fpipe.schedule.searching",),
         ("fpipe.schedule",),
         ("fpipe.schedules",),

@@ -180,7 +180,6 @@ VAGUE_LEFT: Final = {
     "fpipe.modules": 17,
     "fpipe.pieces": 4,
     "fpipe.schedule.bounds": 1,
-    "fpipe.schedule.searching": 3,
 }
 
 

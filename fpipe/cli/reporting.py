@@ -23,9 +23,9 @@ from fpipe.cli.options import (
 )
 from fpipe.errors import ScheduleError
 from fpipe.schedule.exchange.files import is_number, save
+from fpipe.schedule.orders.problem import LARGE
 from fpipe.schedule.placements import NAMES
 from fpipe.schedule.searching.finder import search
-from fpipe.schedule.searching.problem import LARGE
 from fpipe.schedule.searching.result import USUAL
 from fpipe.schedule.simulator import simulate, with_whole_stage
 from fpipe.schedule.timeline import Timeline

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fpipe.schedule.searching.portfolio import Entry, Incumbents, Meter, Phase, run
-from fpipe.schedule.searching.problem import Order, Problem
+from fpipe.schedule.orders.problem import Order, Problem
+from fpipe.schedule.phases.portfolio import Entry, Incumbents, Meter, Phase, run
 
 
 def last_found(phase: Phase, otherwise: Order) -> Order:

@@ -9,16 +9,16 @@ import pytest
 import fpipe
 from fpipe import Cost, search, simulate
 from fpipe.schedule.bounds.makespan import Objective
-from fpipe.schedule.placements import linear, looped, vee
-from fpipe.schedule.searching.beam import beams
-from fpipe.schedule.searching.evaluator import make_evaluator
-from fpipe.schedule.searching.problem import (
+from fpipe.schedule.orders.evaluator import make_evaluator
+from fpipe.schedule.orders.problem import (
     Candidate,
     Order,
     Problem,
     make_problem,
     to_schedule,
 )
+from fpipe.schedule.phases.beam import beams
+from fpipe.schedule.placements import linear, looped, vee
 from tests.laboratory.phases import incumbents_of, run_alone
 
 UNEVEN = Cost(10, 12, 8, comm=1)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe import Action, Cost, Jitter, Schedule, ScheduleError, schedules, search, simulate
+from fpipe.schedule.orders.evaluator import make_evaluator
+from fpipe.schedule.orders.problem import make_problem, to_order, to_schedule
 from fpipe.schedule.searching import robust
-from fpipe.schedule.searching.evaluator import make_evaluator
-from fpipe.schedule.searching.problem import make_problem, to_order, to_schedule
 from fpipe.schedule.searching.result import USUAL
 from fpipe.schedule.searching.robust import MeanEvaluator
 from fpipe.schedule.simulation.jitter import Draws, trial_makespans

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe import Cost, Schedule, ScheduleError, lower_bound, schedules, search, simulate
-from fpipe.schedule.searching.evaluator import make_evaluator
-from fpipe.schedule.searching.list_scheduler import list_schedule, plain_policy
-from fpipe.schedule.searching.problem import make_problem, to_order, to_schedule
+from fpipe.schedule.orders.evaluator import make_evaluator
+from fpipe.schedule.orders.list_scheduler import list_schedule, plain_policy
+from fpipe.schedule.orders.problem import make_problem, to_order, to_schedule
 from fpipe.schedule.simulator import with_whole_stage
 from tests.laboratory.relaxation import relaxed
 from tests.laboratory.test_whole_stage import cases, every_row

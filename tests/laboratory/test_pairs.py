@@ -25,8 +25,8 @@ from fpipe import (
     search,
     simulate,
 )
-from fpipe.schedule.searching.evaluator import make_evaluator
-from fpipe.schedule.searching.problem import make_problem, to_order
+from fpipe.schedule.orders.evaluator import make_evaluator
+from fpipe.schedule.orders.problem import make_problem, to_order
 from fpipe.schedule.simulation.clocks import partner_of
 from fpipe.schedule.simulation.events import partners
 from fpipe.schedule.simulation.jitter import Draws

@@ -8,9 +8,9 @@ import pytest
 
 import fpipe
 from fpipe import Cost, search, simulate
+from fpipe.schedule.orders.problem import Order, Problem, make_problem, to_schedule
+from fpipe.schedule.phases.patterns import patterns
 from fpipe.schedule.placements import looped, vee, waves
-from fpipe.schedule.searching.patterns import patterns
-from fpipe.schedule.searching.problem import Order, Problem, make_problem, to_schedule
 from tests.laboratory.phases import incumbents_of, run_alone
 
 UNEVEN = Cost(10, 12, 8, comm=1)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fpipe import Cost, search
+from fpipe.schedule.orders.problem import Candidate, Order, make_problem
+from fpipe.schedule.phases.portfolio import Entry, Incumbents, Meter, Step, run
 from fpipe.schedule.placements import vee
-from fpipe.schedule.searching.portfolio import Entry, Incumbents, Meter, Step, run
-from fpipe.schedule.searching.problem import Candidate, Order, make_problem
 
 PROBLEM = make_problem([0], 1, Cost(1, 1, 1), None, "makespan")
 

@@ -8,9 +8,9 @@ import pytest
 
 import fpipe
 from fpipe import Cost, search, simulate
+from fpipe.schedule.orders.greedy_v import greedy_v
+from fpipe.schedule.orders.problem import make_problem, to_schedule
 from fpipe.schedule.placements import linear, looped, vee
-from fpipe.schedule.searching.greedy_v import greedy_v
-from fpipe.schedule.searching.problem import make_problem, to_schedule
 
 # ZB-V on 16 ranks, in "Zero Bubble Pipeline Parallelism" (https://arxiv.org/abs/2401.10241): m, the
 # measured times of F, I and W of a stage and of a message in microseconds, and the share of the

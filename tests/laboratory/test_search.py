@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe import Cost, ScheduleError, schedules, search, simulate
 from fpipe.schedule.bounds.makespan import Objective
+from fpipe.schedule.orders.evaluator import make_evaluator
+from fpipe.schedule.orders.list_scheduler import Policy, list_schedule, plain_policy
+from fpipe.schedule.orders.problem import make_problem, to_order, to_schedule
+from fpipe.schedule.phases import seeds
+from fpipe.schedule.phases.annealing import anneal
+from fpipe.schedule.phases.breeding import mutated, random_policy
 from fpipe.schedule.placements import linear, looped, vee
-from fpipe.schedule.searching import seeds
-from fpipe.schedule.searching.annealing import anneal
-from fpipe.schedule.searching.breeding import mutated, random_policy
-from fpipe.schedule.searching.evaluator import make_evaluator
-from fpipe.schedule.searching.list_scheduler import Policy, list_schedule, plain_policy
-from fpipe.schedule.searching.problem import make_problem, to_order, to_schedule
 from tests.laboratory import random_schedules
 from tests.laboratory.exhaustive import best
 from tests.laboratory.phases import last_found

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe import Cost, schedules, search, simulate
 from fpipe.schedule.bounds.makespan import Objective
+from fpipe.schedule.orders.evaluator import Evaluator, make_evaluator
+from fpipe.schedule.orders.list_scheduler import list_schedule
+from fpipe.schedule.orders.problem import Order, make_problem, to_order, to_schedule
+from fpipe.schedule.phases.breeding import random_policy
+from fpipe.schedule.phases.tightening import tighten
 from fpipe.schedule.placements import linear, looped, vee
-from fpipe.schedule.searching.breeding import random_policy
-from fpipe.schedule.searching.evaluator import Evaluator, make_evaluator
-from fpipe.schedule.searching.list_scheduler import list_schedule
-from fpipe.schedule.searching.problem import Order, make_problem, to_order, to_schedule
-from fpipe.schedule.searching.tightening import tighten
 from tests.laboratory.phases import last_found
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe import Action, Cost, Op, Schedule, lower_bound, search, simulate
 from fpipe.schedule.bounds.makespan import Objective
-from fpipe.schedule.searching.evaluator import make_evaluator
-from fpipe.schedule.searching.problem import make_problem, to_order, to_schedule
+from fpipe.schedule.orders.evaluator import make_evaluator
+from fpipe.schedule.orders.problem import make_problem, to_order, to_schedule
 from fpipe.schedule.simulator import with_whole_stage
 from tests.laboratory.random_schedules import costs, schedules
 from tests.laboratory.relaxation import relaxed

@@ -8,13 +8,13 @@ import pytest
 
 import fpipe
 from fpipe import Cost, search, simulate
+from fpipe.schedule.orders.evaluator import make_evaluator
+from fpipe.schedule.orders.list_scheduler import list_schedule, plain_policy
+from fpipe.schedule.orders.problem import Order, make_problem, to_schedule
+from fpipe.schedule.phases.annealing import anneal
+from fpipe.schedule.phases.breeding import random_policy
+from fpipe.schedule.phases.windows import reorder_windows
 from fpipe.schedule.placements import linear, looped, vee
-from fpipe.schedule.searching.annealing import anneal
-from fpipe.schedule.searching.breeding import random_policy
-from fpipe.schedule.searching.evaluator import make_evaluator
-from fpipe.schedule.searching.list_scheduler import list_schedule, plain_policy
-from fpipe.schedule.searching.problem import Order, make_problem, to_schedule
-from fpipe.schedule.searching.windows import reorder_windows
 from tests.laboratory.phases import last_found
 
 UNEVEN = Cost(10, 12, 8, comm=1)

@@ -1,1 +1,1 @@
-"""The search for good schedules. Import `search` and `SearchResult` from `searching.finder`."""
+"""The search for good schedules: `searching.finder` has `search`, `searching.result` its result."""

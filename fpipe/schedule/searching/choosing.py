@@ -54,7 +54,7 @@ class Case(NamedTuple):
     cost: Cost
 
 
-class Found(Protocol):
+class Bounded(Protocol):
     """The result of a search for one choice."""
 
     @property
@@ -64,7 +64,7 @@ class Found(Protocol):
     def bound(self) -> float: ...
 
 
-Result = TypeVar("Result", bound=Found)
+Result = TypeVar("Result", bound=Bounded)
 
 
 class Task(NamedTuple):
@@ -134,10 +134,10 @@ def search_choices(
             case.bound >= best[1].value * (1 - 1e-9) or (seconds is not None and left(1.0) <= 0)
         ):
             continue
-        found = search(case, left(_PROBES) / (len(cases) - at), None)
-        bounds[case[1:3]] = max(case.bound, found.bound)
-        if best is None or found.value < best[1].value:
-            best = case, found
+        result = search(case, left(_PROBES) / (len(cases) - at), None)
+        bounds[case[1:3]] = max(case.bound, result.bound)
+        if best is None or result.value < best[1].value:
+            best = case, result
     assert best is not None
     tried, better = set(bounds), True
     while better:
@@ -151,13 +151,13 @@ def search_choices(
             if seconds is not None and left(_FLIPS) <= 0:
                 break
             tried.add(case[1:3])
-            found = search(case, left(_FLIPS) / (len(flips) - at), best[1])
-            if found.value < best[1].value:
-                best, better = (case, found), True
+            result = search(case, left(_FLIPS) / (len(flips) - at), best[1])
+            if result.value < best[1].value:
+                best, better = (case, result), True
     if seconds is not None and left(1.0) > 0:
-        found = search(best[0], left(1.0), best[1])
-        if found.value < best[1].value:
-            best = best[0], found
+        result = search(best[0], left(1.0), best[1])
+        if result.value < best[1].value:
+            best = best[0], result
     if all(map(task.kind.complete, placements)):
         return *best, min(bounds.values())
     return *best, min(task.kind.bound_of_all(task, placement) for placement in placements)

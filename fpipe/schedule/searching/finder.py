@@ -16,6 +16,31 @@ from fpipe.live_line import working
 from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number
 from fpipe.schedule.bounds.makespan import Memory, Objective
 from fpipe.schedule.cost import PER_STAGE, Cost, check_cost, check_kept
+from fpipe.schedule.orders.evaluator import make_evaluator
+from fpipe.schedule.orders.list_scheduler import list_schedule, plain_policy
+from fpipe.schedule.orders.problem import (
+    LARGE,
+    Candidate,
+    Problem,
+    make_problem,
+    to_schedule,
+)
+from fpipe.schedule.phases.annealing import annealings
+from fpipe.schedule.phases.beam import beams
+from fpipe.schedule.phases.breeding import breeding, reduced
+from fpipe.schedule.phases.patterns import patterns
+from fpipe.schedule.phases.portfolio import (
+    Entry,
+    Incumbents,
+    Meter,
+    bounding,
+    improving,
+    run,
+    without_gc,
+)
+from fpipe.schedule.phases.seeds import GUESSED, order_of, seeds
+from fpipe.schedule.phases.tightening import tighten
+from fpipe.schedule.phases.windows import reorder_windows
 from fpipe.schedule.placements import (
     PlacementName,
     linear,
@@ -25,37 +50,12 @@ from fpipe.schedule.placements import (
     waves,
 )
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.searching.annealing import annealings
-from fpipe.schedule.searching.beam import beams
-from fpipe.schedule.searching.breeding import breeding, reduced
-from fpipe.schedule.searching.choices import best_choice
+from fpipe.schedule.searching.best_choice import best_choice
 from fpipe.schedule.searching.choosing import Task
 from fpipe.schedule.searching.cutting import Cuts
-from fpipe.schedule.searching.evaluator import make_evaluator
-from fpipe.schedule.searching.list_scheduler import list_schedule, plain_policy
-from fpipe.schedule.searching.patterns import patterns
-from fpipe.schedule.searching.portfolio import (
-    Entry,
-    Incumbents,
-    Meter,
-    bounding,
-    improving,
-    run,
-    without_gc,
-)
-from fpipe.schedule.searching.problem import (
-    LARGE,
-    Candidate,
-    Problem,
-    make_problem,
-    to_schedule,
-)
 from fpipe.schedule.searching.recomputing import Recomputing
 from fpipe.schedule.searching.result import USUAL, SearchObjective, SearchResult
 from fpipe.schedule.searching.robust import find_robust, steadiest
-from fpipe.schedule.searching.seeds import GUESSED, order_of, seeds
-from fpipe.schedule.searching.tightening import tighten
-from fpipe.schedule.searching.windows import reorder_windows
 from fpipe.schedule.simulation.jitter import Jitter, plain_jitter
 from fpipe.schedule.simulator import simulate, with_whole_stage
 from fpipe.schedule.verifier import check_schedule, verify

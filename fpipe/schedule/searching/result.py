@@ -9,9 +9,9 @@ from typing import Final, Literal, TypeAlias
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.grid import one_line
+from fpipe.schedule.orders.problem import Problem
+from fpipe.schedule.phases.seeds import named_families
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.searching.problem import Problem
-from fpipe.schedule.searching.seeds import named_families
 from fpipe.schedule.simulator import simulate, with_whole_stage
 from fpipe.schedule.timeline import Timeline
 

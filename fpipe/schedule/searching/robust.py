@@ -10,12 +10,12 @@ from random import Random
 from typing import Final
 
 from fpipe.schedule.action import Action, Op
+from fpipe.schedule.orders.evaluator import Evaluator, make_evaluator
+from fpipe.schedule.orders.problem import LARGE, Candidate, Problem
+from fpipe.schedule.phases.annealing import anneal
+from fpipe.schedule.phases.portfolio import Entry, Incumbents, Meter, Phase, Step, run
+from fpipe.schedule.phases.seeds import seeds
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.searching.annealing import anneal
-from fpipe.schedule.searching.evaluator import Evaluator, make_evaluator
-from fpipe.schedule.searching.portfolio import Entry, Incumbents, Meter, Phase, Step, run
-from fpipe.schedule.searching.problem import LARGE, Candidate, Problem
-from fpipe.schedule.searching.seeds import seeds
 from fpipe.schedule.simulation.jitter import Draws, Jitter, trial_makespans
 
 TRIALS: Final = 200  # of a result

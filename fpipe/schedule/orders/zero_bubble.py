@@ -7,10 +7,10 @@ from itertools import product
 
 from fpipe.schedule.arguments import plain_counts
 from fpipe.schedule.cost import Cost, check_cost
+from fpipe.schedule.orders.list_scheduler import UNLIMITED, Policy, list_schedule, plain_policy
+from fpipe.schedule.orders.problem import Order, Problem, make_problem, to_schedule
 from fpipe.schedule.placements import linear
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.searching.list_scheduler import UNLIMITED, Policy, list_schedule, plain_policy
-from fpipe.schedule.searching.problem import Order, Problem, make_problem, to_schedule
 
 
 def zb_auto(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from fpipe.schedule.searching.problem import Problem
+from fpipe.schedule.orders.problem import Problem
 from fpipe.schedule.whole_stage import first_gaps
 
 _GATE, _UNSHARD, _DONE, _REDUCE, _UPDATE = range(5)

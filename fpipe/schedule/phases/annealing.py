@@ -8,11 +8,11 @@ from random import Random
 from typing import Final, NamedTuple
 
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT
-from fpipe.schedule.searching.breeding import random_policy
-from fpipe.schedule.searching.evaluator import Evaluator, Tables
-from fpipe.schedule.searching.list_scheduler import list_schedule
-from fpipe.schedule.searching.portfolio import Incumbents, Phase, Step
-from fpipe.schedule.searching.problem import Candidate, Order, rename_microbatches
+from fpipe.schedule.orders.evaluator import Evaluator, Tables
+from fpipe.schedule.orders.list_scheduler import list_schedule
+from fpipe.schedule.orders.problem import Candidate, Order, rename_microbatches
+from fpipe.schedule.phases.breeding import random_policy
+from fpipe.schedule.phases.portfolio import Incumbents, Phase, Step
 
 _MOVES: Final = 2_000  # of each of the first cycles
 _SLOWER: Final = 4  # after so many cycles they are longer by as much

@@ -17,9 +17,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
-from fpipe.schedule.searching.evaluator import Evaluator
-from fpipe.schedule.searching.portfolio import Phase, Step
-from fpipe.schedule.searching.problem import Candidate, Order
+from fpipe.schedule.orders.evaluator import Evaluator
+from fpipe.schedule.orders.problem import Candidate, Order
+from fpipe.schedule.phases.portfolio import Phase, Step
 
 _SHAPES: Final = ((1, 9), (2, 7), (3, 5), (4, 7))  # ranks, and actions of each
 _NODES: Final = 400  # of a search tree, after which the best order so far is taken

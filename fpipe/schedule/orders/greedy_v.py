@@ -13,8 +13,8 @@ from itertools import product
 from typing import Final, NamedTuple
 
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT
+from fpipe.schedule.orders.problem import Order, Problem
 from fpipe.schedule.placements import vee
-from fpipe.schedule.searching.problem import Order, Problem
 
 # The passes of a microbatch over a rank: F down the V and up again, then I the same way back.
 _DOWN, _UP, _BACK, _HOME = range(4)

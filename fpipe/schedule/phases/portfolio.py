@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 from fpipe.live_line import advance
-from fpipe.schedule.searching.evaluator import Evaluator
-from fpipe.schedule.searching.problem import Candidate, Order, Problem
+from fpipe.schedule.orders.evaluator import Evaluator
+from fpipe.schedule.orders.problem import Candidate, Order, Problem
 
 _KEPT = 16  # candidates that phases may start from
 _TIES = 4  # candidates of the best value

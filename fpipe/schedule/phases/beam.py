@@ -24,9 +24,9 @@ from fpipe.schedule.bounds.states import (
     work_left,
 )
 from fpipe.schedule.bounds.subpipeline import Subpipeline, cut_subpipeline
-from fpipe.schedule.searching.evaluator import Evaluator
-from fpipe.schedule.searching.portfolio import Incumbents, Phase, Step
-from fpipe.schedule.searching.problem import Candidate, Order, Problem, by_size
+from fpipe.schedule.orders.evaluator import Evaluator
+from fpipe.schedule.orders.problem import Candidate, Order, Problem, by_size
+from fpipe.schedule.phases.portfolio import Incumbents, Phase, Step
 
 _WIDTHS: Final = (4, 16, 64, 256, 1024, 4096, 16_384)
 _TURNS: Final = 32  # orders of unequal microbatches that the narrowest beam tries

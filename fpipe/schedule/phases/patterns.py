@@ -23,9 +23,9 @@ from random import Random
 from typing import Final, NamedTuple
 
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT
-from fpipe.schedule.searching.evaluator import Evaluator, make_evaluator
-from fpipe.schedule.searching.portfolio import Phase, Step
-from fpipe.schedule.searching.problem import LARGE, Candidate, Order, Problem
+from fpipe.schedule.orders.evaluator import Evaluator, make_evaluator
+from fpipe.schedule.orders.problem import LARGE, Candidate, Order, Problem
+from fpipe.schedule.phases.portfolio import Phase, Step
 
 _WORK: Final = 720_720  # ticks in the work of the busiest rank; most small numbers divide it
 _SLACKS: Final = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45)  # of periods beyond the work of a rank

@@ -9,7 +9,7 @@ from itertools import accumulate
 from operator import add
 
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT, needed_later
-from fpipe.schedule.searching.problem import Order, Problem
+from fpipe.schedule.orders.problem import Order, Problem
 from fpipe.schedule.simulation.link_queues import Queues
 
 UNLIMITED = float("inf")

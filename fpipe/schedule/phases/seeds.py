@@ -20,14 +20,10 @@ from fpipe.schedule.families.looped import (
 )
 from fpipe.schedule.families.single_stage import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
 from fpipe.schedule.families.v_shaped import dualpipev, zbv
-from fpipe.schedule.placements import linear, looped, vee
-from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.searching.breeding import known_policies
-from fpipe.schedule.searching.evaluator import Evaluator, make_evaluator
-from fpipe.schedule.searching.greedy_v import greedy_v
-from fpipe.schedule.searching.list_scheduler import list_schedule
-from fpipe.schedule.searching.portfolio import Phase, Step, without_gc
-from fpipe.schedule.searching.problem import (
+from fpipe.schedule.orders.evaluator import Evaluator, make_evaluator
+from fpipe.schedule.orders.greedy_v import greedy_v
+from fpipe.schedule.orders.list_scheduler import list_schedule
+from fpipe.schedule.orders.problem import (
     Candidate,
     Order,
     Problem,
@@ -36,7 +32,11 @@ from fpipe.schedule.searching.problem import (
     to_order,
     to_schedule,
 )
-from fpipe.schedule.searching.zero_bubble import automatic_order, zb_auto
+from fpipe.schedule.orders.zero_bubble import automatic_order, zb_auto
+from fpipe.schedule.phases.breeding import known_policies
+from fpipe.schedule.phases.portfolio import Phase, Step, without_gc
+from fpipe.schedule.placements import linear, looped, vee
+from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.stage_costs import StageCosts
 
 GUESSED = 100_000  # actions: above it, families are compared on fewer microbatches

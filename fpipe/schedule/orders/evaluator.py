@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT
-from fpipe.schedule.searching.problem import Order, Problem, to_rows
-from fpipe.schedule.searching.whole_stage_work import WholeStageWork
+from fpipe.schedule.orders.problem import Order, Problem, to_rows
+from fpipe.schedule.orders.whole_stage_work import WholeStageWork
 from fpipe.schedule.simulation.clocks import run_rows
 from fpipe.schedule.simulation.link_queues import Link
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Final
 
 from fpipe.schedule.bounds.states import GRADIENT, WEIGHT
-from fpipe.schedule.searching.evaluator import Evaluator
-from fpipe.schedule.searching.portfolio import Phase, Step
-from fpipe.schedule.searching.problem import Candidate, Order
+from fpipe.schedule.orders.evaluator import Evaluator
+from fpipe.schedule.orders.problem import Candidate, Order
+from fpipe.schedule.phases.portfolio import Phase, Step
 
 # The share of a weight gradient that must fit into a wait, for it to run there.
 _SHARES: Final = (1.0, 0.5, 0.01, 2.0)

@@ -8,14 +8,14 @@ from random import Random
 from typing import Final, NamedTuple
 
 from fpipe.schedule.bounds.states import GRADIENT
-from fpipe.schedule.searching.list_scheduler import (
+from fpipe.schedule.orders.list_scheduler import (
     UNLIMITED,
     Policy,
     list_schedule,
     plain_policy,
 )
-from fpipe.schedule.searching.portfolio import Incumbents, Phase, Step
-from fpipe.schedule.searching.problem import LARGE, Candidate, Order, Problem, by_size
+from fpipe.schedule.orders.problem import LARGE, Candidate, Order, Problem, by_size
+from fpipe.schedule.phases.portfolio import Incumbents, Phase, Step
 
 _KEPT: Final = 8
 
