@@ -403,8 +403,10 @@ def test_changelog_and_citation_date_the_version_alike() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
-def test_doctests(name: str) -> None:
+def test_doctests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "triton" in imports_of(name):
         pytest.importorskip("triton", reason="needs Triton, which torch for the CPU comes without")
+    # doctest begins each example's debugger anew, which asks the disk for every file that it knows.
+    monkeypatch.setattr("linecache.checkcache", lambda filename=None: None)
     failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert failed == 0  # doctest's own report is in the captured output
