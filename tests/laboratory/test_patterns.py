@@ -45,31 +45,22 @@ def test_other_placements_have_no_patterns() -> None:
 
 
 def test_the_period_is_the_work_of_a_rank_where_memory_suffices() -> None:
-    # V-Half, in the same memory, takes 30.25 a microbatch where messages take time.
-    problems = (make_problem(vee(16), m, UNEVEN, 9, "makespan") for m in (64, 128))
-    short, long = (best_of(problem, iterations=200) for problem in problems)
+    problems = (make_problem(vee(8), m, UNEVEN, 5, "makespan") for m in (24, 48))
+    short, long = (best_of(problem, iterations=60) for problem in problems)
     assert short is not None and long is not None
-    assert (long.value - short.value) / 64 == 30
+    assert (long.value - short.value) / 24 == 30
 
 
-def test_a_large_v_at_half_the_memory_is_near_its_bound() -> None:
-    # Policies, compared on few microbatches, came to 1.2 times the bound and more.
+def test_a_large_v_at_half_the_memory_needs_few_iterations() -> None:
+    # 104,448 actions. Policies, compared on few microbatches, came to 1.2 times the bound and more.
     found = search(
-        ranks=32, microbatches=256, cost=UNEVEN, memory=16, placement=vee(32), iterations=60
+        ranks=32, microbatches=544, cost=UNEVEN, memory=16, placement="v", iterations=20
     )
-    assert found.gap < 0.1
-
-
-def test_a_v_of_64_ranks_needs_few_iterations() -> None:
-    # 786,432 actions. It was 20 percent above the bound.
-    found = search(
-        ranks=64, microbatches=2048, cost=UNEVEN, memory=32, placement="v", iterations=20
-    )
-    assert found.gap < 0.05
+    assert found.gap < 0.08
 
 
 def test_a_wave_of_four_stages_a_rank_is_near_its_bound() -> None:
     found = search(
-        ranks=8, microbatches=16, cost=UNEVEN, memory=8, placement="wave", iterations=400
+        ranks=8, microbatches=16, cost=UNEVEN, memory=8, placement="wave", iterations=300
     )
     assert found.gap < 0.05
