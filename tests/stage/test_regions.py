@@ -91,14 +91,13 @@ def stepped(model: Model, compile: Any, schedule: str = "zb_h1", **options: Any)
     return pipe.step(model.params, model.batch)
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1", "one_f_one_b"])
-@pytest.mark.parametrize("make", [gpt, conv])
+@pytest.mark.parametrize(("make", "schedule"), [(gpt, "zb_h1"), (conv, "one_f_one_b")])
 def test_graphs_grow_with_distinct_layers_and_not_with_layers(
     make: Callable[..., Model], schedule: str, divides: Callable[[bool], None]
 ) -> None:
     divides(True)
     found = []
-    for layers in (6, 7):
+    for layers in (3, 4):
         model = deep(make, layers)
         counting = Counting()
         step = stepped(model, counting, schedule)
@@ -114,17 +113,14 @@ def test_graphs_grow_with_distinct_layers_and_not_with_layers(
     ("remat", "make", "dtype"),
     [
         ("none", gpt, torch.float64),
-        ("none", conv, torch.float32),
-        ("full", gpt, torch.float32),
-        ("full", conv, torch.float64),
-        ("except_last", gpt, torch.float64),
-        ("except_last", conv, torch.float32),
+        ("full", conv, torch.float32),
+        ("except_last", gpt, torch.float32),
     ],
 )
 def test_a_step_is_that_of_whole_pieces(
     make: Callable[..., Model], dtype: torch.dtype, remat: str, divides: Callable[[bool], None]
 ) -> None:
-    model = deep(make, 3, dtype)
+    model = deep(make, 2, dtype)
     steps = []
     for wanted in (True, False):
         divides(wanted)
@@ -156,7 +152,7 @@ def _autocast(model: Model) -> Any:
 def test_a_step_in_another_precision_is_that_of_whole_pieces(
     step: Callable[[Model], Any], divides: Callable[[bool], None]
 ) -> None:
-    model = deep(gpt, 3, torch.float32)
+    model = deep(gpt, 2, torch.float32)
     steps = []
     for wanted in (True, False):
         divides(wanted)
@@ -189,7 +185,7 @@ def alternating(p: Any, x: Tensor, key: Tensor) -> Tensor:
 
 def tied(p: Any, x: Tensor, key: Tensor) -> Tensor:
     """One layer, many times."""
-    for _ in range(6):
+    for _ in range(4):
         x = block(p[0], x)
     return x
 
@@ -216,7 +212,7 @@ def transposed(p: Any, x: Tensor, key: Tensor) -> Tensor:
 def test_layers_of_all_sorts(
     stage: Callable[..., Any], remat: str, divides: Callable[[bool], None]
 ) -> None:
-    model = gpt(6, 4)
+    model = gpt(4, 4)
     blocks = [own.get("block", own) for own in model.params]
     params = [model.params[0]["embed"], blocks, model.params[-1]["head"]]
     stages: list[Any] = [gpt_embed, Stage(stage, reads_key=True), head]
@@ -232,14 +228,14 @@ def test_layers_of_all_sorts(
 
 
 def test_one_function_with_cuts(divides: Callable[[bool], None]) -> None:
-    model = gpt(8, 4)
+    model = gpt(6, 4)
     blocks = [own.get("block", own) for own in model.params]
     params = {"embed": model.params[0]["embed"], "blocks": blocks, "head": model.params[-1]["head"]}
 
     def whole(p: Any, batch: Any) -> Tensor:
         x = gpt_embed(p["embed"], batch)
         for number, own in enumerate(p["blocks"]):
-            x = fpipe.cut(x) if number == 4 else x
+            x = fpipe.cut(x) if number == 3 else x
             x = block(own, x)
         return gpt_loss(head(p["head"], x), batch)
 
@@ -257,7 +253,7 @@ def test_one_function_with_cuts(divides: Callable[[bool], None]) -> None:
 def test_a_module(divides: Callable[[bool], None]) -> None:
     torch.manual_seed(0)
     layer = partial(torch.nn.TransformerEncoderLayer, 8, 2, 16, 0.0, batch_first=True)
-    module = torch.nn.Sequential(*[layer() for _ in range(8)]).double()
+    module = torch.nn.Sequential(*[layer() for _ in range(4)]).double()
     x = torch.randn(4, 3, 8, dtype=torch.float64)
     steps = []
     for wanted in (True, False):
@@ -307,7 +303,7 @@ def test_small_layers_share_a_region() -> None:
 
 
 def test_regions_read_what_those_before_return() -> None:
-    model = gpt(8, 4)
+    model = gpt(6, 4)
     params = [own.get("block", own) for own in model.params]
 
     def blocks(p: Any, x: Tensor) -> Tensor:
@@ -388,7 +384,7 @@ def test_regions_that_are_no_choice(compile: Any, rule: str) -> None:
 
 @pytest.mark.parametrize("regions", [True, False])
 def test_a_backend_gets_regions_or_whole_pieces(regions: bool) -> None:
-    model = deep(gpt, 2)
+    model = deep(gpt, 1)
     step = stepped(model, {"backend": "eager", "regions": regions})
     assert_same(step, unpipelined(*model))
 
@@ -396,5 +392,14 @@ def test_a_backend_gets_regions_or_whole_pieces(regions: bool) -> None:
 @pytest.mark.inductor
 def test_compiled_regions_compute_what_the_plain_function_does() -> None:
     """Where values are kept, in the first stage, and where they are computed again."""
-    model = deep(gpt, 2)
+
+    def stage(p: Any, x: Tensor) -> Tensor:
+        for up, down in p:
+            x = x + torch.tanh(F.layer_norm(x, x.shape[-1:]) @ up) @ down
+        return x
+
+    torch.manual_seed(0)
+    params = [[torch.randn(2, 3, 3).double().unbind() for _ in range(6)] for _ in range(2)]
+    batch = torch.randn(4, 3).double()
+    model = Model([stage, stage], lambda y, batch: (y - batch).square().mean(), params, batch)
     assert_same(stepped(model, True, remat=("none", "full")), unpipelined(*model))
