@@ -249,8 +249,13 @@ class Reductions:
         self._count: dict[int, int] = {}
 
     def launch(self, stage: int) -> Iterator[Task]:
-        """Begin to reduce the sums of a stage, behind those of its last round."""
+        """Begin to reduce the sums of a stage, behind those of its last round.
+
+        All other stages but the latest are waited for: until then each holds its whole sums.
+        """
         yield from self.settle(stage)
+        for earlier in list(self._under_way)[:-1]:
+            yield from self.settle(earlier)
         number = self._count[stage] = self._count.get(stage, -1) + 1
         kinds: dict[tuple[torch.dtype, bool], list[SumValue]] = {}
         for total in sorted(total for total in self._specs if total.stage == stage):

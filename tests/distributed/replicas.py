@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -21,6 +22,8 @@ import fpipe
 from benchmarks.tensor_parallel import model as gpt
 from fpipe import Schedule, dtensors, pytree
 from fpipe.program import async_collectives
+from fpipe.program.program import Compute
+from fpipe.program.replica_collectives import begins, waits
 from tests.distributed import tensor_parallel
 from tests.distributed.crew import Outcome, attempt, mesh_of
 from tests.distributed.traps import Trap
@@ -383,6 +386,25 @@ def memory(group: Any, policies: Sequence[tuple[Any, Any]], width: int) -> list[
         del result
         peaks.append((program.peak_bytes, meter.peak))
     return peaks
+
+
+def stages_under_reduction(group: Any, schedule: Schedule) -> int:
+    """How many stages of this rank have reductions under way at once, at most."""
+    mesh = mesh_of((2, 2), ("dp", "pp"))
+    count = schedule.num_stages
+    pipe = fpipe.pipeline(
+        [stage] * count, mean_square, schedule, mesh=mesh, data="dp", compile=False
+    )
+    params = pipe.shard(pipe.local(parameters(count)))
+    program = pipe.programs(params, rows_of(mesh, ["dp"], data()))[pipe.rank or 0]
+    under_way: Counter[int] = Counter()
+    most = 0
+    for one in program.instructions:
+        if isinstance(one, Compute) and one.action.op == fpipe.Op.REDUCE_GRAD:
+            under_way[one.action.stage] += begins(one.call) - waits(one.call)
+            most = max(most, sum(number > 0 for number in under_way.values()))
+    assert not under_way.total()
+    return most
 
 
 # ── three dimensions ────────────────────────────────────────────────────────────────────────────

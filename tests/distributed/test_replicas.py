@@ -224,6 +224,14 @@ def test_the_times_of_collectives_are_measured_and_shown(crew: Crew) -> None:
         assert shown[-1] == "0REDUCE_GRAD"
 
 
+def test_two_stages_at_most_wait_for_their_sums(crew: Crew) -> None:
+    """A stage whose gradients are being added up holds them whole until then."""
+    schedule = schedules.interleaved_1f1b(ranks=2, microbatches=4, stages_per_rank=4)
+    for reduce in ("step", 1):
+        sharded = schedule.sharded(reduce=reduce)
+        assert values(crew.run(replicas.stages_under_reduction, sharded)) == [2] * 4
+
+
 def test_the_peak_of_a_gpt_is_planned(crew: Crew) -> None:
     policies: list[Any] = [("step", "step"), (1, "step"), ("step", 1), (1, 1)]
     for peaks in values(crew.run(replicas.memory, policies, 256)):
