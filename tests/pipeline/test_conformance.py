@@ -27,7 +27,6 @@ from tests.models import (
     conv,
     gpt,
     mlp,
-    piped,
     short_gpt,
     unpipelined,
 )
@@ -53,12 +52,6 @@ def expected_of(make: Callable[..., Model], num_stages: int, rows: int) -> fpipe
     return unpipelined(*make(num_stages, rows))
 
 
-def check_policy(make: Callable[..., Model], schedule: Schedule, rows: int, remat: Any) -> None:
-    model, pipe = piped(make, schedule, rows, remat=remat)
-    expected = expected_of(make, schedule.num_stages, rows)
-    assert_same(pipe.step(model.params, model.batch), expected)
-
-
 def run(model: Model, schedule: Schedule, **options: Any) -> fpipe.Step:
     options = {"compile": False} | options
     pipe = fpipe.pipeline(model.stages, model.loss, schedule, **options)
@@ -66,18 +59,25 @@ def run(model: Model, schedule: Schedule, **options: Any) -> fpipe.Step:
 
 
 @cache
-def traced_once(make: Callable[..., Model], num_stages: int, remat: str) -> fpipe.Pipeline:
-    """A pipeline of a model, whose traces serve all schedules of so many stages."""
+def traced_once(
+    make: Callable[..., Model], num_stages: int, remat: str | tuple[str, ...]
+) -> fpipe.Pipeline:
+    """A pipeline of a model, whose traces serve all schedules of so many stages.
+
+    The name of the policy is that of all stages, or there is one for each.
+    """
+    policy = REMAT[remat] if isinstance(remat, str) else tuple(REMAT[name] for name in remat)
     stages = range(num_stages)
     there = [fpipe.Action(stage, Op.F, 0) for stage in stages]
     back = [fpipe.Action(stage, Op.B, 0) for stage in reversed(stages)]
     one = Schedule([0] * num_stages, [[*there, *back]])
     model = make(num_stages, 2)
-    return fpipe.pipeline(model.stages, model.loss, one, compile=False, remat=REMAT[remat])
+    return fpipe.pipeline(model.stages, model.loss, one, compile=False, remat=policy)
 
 
-def check_shared(make: Callable[..., Model], schedule: Schedule, rows: int, remat: str) -> None:
-    """`check_policy` on a pipeline whose traces serve all schedules of so many stages."""
+def check_policy(
+    make: Callable[..., Model], schedule: Schedule, rows: int, remat: str | tuple[str, ...]
+) -> None:
     model = make(schedule.num_stages, rows)
     pipe = traced_once(make, schedule.num_stages, remat).with_schedule(schedule)
     expected = expected_of(make, schedule.num_stages, rows)
@@ -93,7 +93,7 @@ def models_in_turn(family: str) -> list[Callable[..., Model]]:
 def test_every_policy_and_model_equals_the_unpipelined_function(family: str) -> None:
     schedule = schedules.get(family, ranks=2, microbatches=4)
     for make, remat in zip(itertools.cycle(models_in_turn(family)), REMAT, strict=False):
-        check_shared(make, schedule, 8, remat)
+        check_policy(make, schedule, 8, remat)
 
 
 # Ranks, microbatches and rows: one rank with one microbatch and with several; microbatches of two
@@ -117,13 +117,13 @@ def test_schedules_of_every_size_equal_the_unpipelined_function(
 ) -> None:
     schedule = schedules.get(family, ranks=ranks, microbatches=microbatches)
     make, _ = models_in_turn(family)
-    check_shared(make, schedule, rows, policies[make])
+    check_policy(make, schedule, rows, policies[make])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_policy_for_each_stage_equals_the_unpipelined_function(family: str) -> None:
     schedule = schedules.get(family, ranks=2, microbatches=3)
-    each = tuple(itertools.islice(itertools.cycle(REMAT.values()), schedule.num_stages))
+    each = tuple(itertools.islice(itertools.cycle(REMAT), schedule.num_stages))
     check_policy(gpt, schedule, 6, each[::-1])
 
 
@@ -132,14 +132,15 @@ def test_a_policy_for_each_stage_equals_the_unpipelined_function(family: str) ->
 def test_weights_made_of_parameters_equal_the_unpipelined_function(family: str, remat: str) -> None:
     """Microbatches of two sizes."""
     schedule = schedules.get(family, ranks=2, microbatches=3)
-    check_policy(adapted, schedule, 7, REMAT[remat])
+    check_policy(adapted, schedule, 7, remat)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_evaluation_equals_the_unpipelined_function(family: str) -> None:
     """`value` and `forward`, for every placement: V-shaped ones and several stages a rank too."""
     schedule = schedules.get(family, ranks=2, microbatches=2)
-    model, pipe = piped(conv, schedule, 5)
+    model = conv(schedule.num_stages, 5)
+    pipe = traced_once(conv, schedule.num_stages, "none").with_schedule(schedule)
     expected = apply(model.stages, model.params, model.batch)
     assert_same(pipe.forward(model.params, model.batch), expected)
     assert_same(pipe.value(model.params, model.batch), model.loss(expected, model.batch))

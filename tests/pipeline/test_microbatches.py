@@ -85,13 +85,14 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("remat", ["none", "full", "except_last"])
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
-def test_lengths_of_one_step_differ(schedule: Schedule, remat: str) -> None:
+def test_lengths_of_one_step_differ(remat: str) -> None:
     params, parts = make_params(), make_parts()
     grads, loss = torch.func.grad_and_value(plain)(params, parts)
-    step = language_pipe(schedule, remat=remat).step(params, Microbatches(parts))
-    assert_same(step.loss, loss)
-    assert_same(step.grads, grads)
+    pipe = language_pipe(SCHEDULES[0], remat=remat)
+    for schedule in SCHEDULES:
+        step = pipe.with_schedule(schedule).step(params, Microbatches(parts))
+        assert_same(step.loss, loss)
+        assert_same(step.grads, grads)
 
 
 def mean_square(y: Tensor, microbatch: Any) -> Tensor:

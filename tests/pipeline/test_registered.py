@@ -132,8 +132,7 @@ GPIPE = fpipe.schedules.gpipe(ranks=4, microbatches=4)
 
 
 @pytest.mark.parametrize("cut", [True, False])
-@pytest.mark.parametrize("schedule", [ZBV, GPIPE], ids=["zbv", "gpipe"])
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(("schedule", "remat"), [(ZBV, "none"), (GPIPE, "full")])
 def test_loss_and_gradients(cut: bool, schedule: Any, remat: Any) -> None:
     pipe = make(layer, cut, schedule, remat=remat, compile=False)
     found = pipe.step(PARAMS, BATCH)
@@ -205,8 +204,7 @@ def test_derivative_in_a_direction_is_refused(cut: bool) -> None:
 
 
 @pytest.mark.parametrize("cut", [True, False])
-@pytest.mark.parametrize("schedule", [ZBV, GPIPE], ids=["zbv", "gpipe"])
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(("schedule", "remat"), [(ZBV, "none"), (GPIPE, "full")])
 def test_lists_of_tensors(cut: bool, schedule: Any, remat: Any) -> None:
     # torch makes a Function of it whose forward takes ctx: it was refused.
     def layer(p: Any, x: Tensor) -> Tensor:
