@@ -26,7 +26,7 @@ TINY = [
 ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_no_schedule_of_a_tiny_case_beats_it(data: st.DataObject) -> None:
     placement, microbatches = data.draw(st.sampled_from(TINY))
@@ -71,8 +71,18 @@ def test_it_is_exact_where_one_microbatch_fits() -> None:
     assert lower_bound((0, 1), 3, UNIT, memory=1) == best((0, 1), 3, UNIT, 1) == 15
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("cost", [UNIT, Cost(10, 12, 8), Cost(2, 1, 1), Cost(1, 1, 1, comm=2)])
+@pytest.mark.parametrize(
+    ("ranks", "cost"),
+    [
+        (1, Cost(10, 12, 8)),
+        (2, UNIT),
+        (2, Cost(1, 1, 1, comm=2)),
+        (3, Cost(10, 12, 8)),
+        (4, Cost(2, 1, 1)),
+        (5, UNIT),
+        (4, Cost(1, 1, 1, comm=2)),
+    ],
+)
 def test_no_family_beats_it(ranks: int, cost: Cost) -> None:
     for name in schedules.FAMILIES:
         for microbatches in (ranks, 3 * ranks):
@@ -173,7 +183,7 @@ def test_ranks_may_have_no_stage() -> None:
 
 
 def test_the_unit_of_memory_plays_no_part() -> None:
-    for unit in (1e-50, 1e-12, 1e-6, 1e9, 1e50):
+    for unit in (1e-50, 1e-6, 1e50):
         cost = Cost(1, 1, 1, activation=unit)
         assert lower_bound(linear(4), 8, cost, 2 * unit) == lower_bound(linear(4), 8, UNIT, 2)
 

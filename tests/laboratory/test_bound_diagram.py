@@ -64,7 +64,7 @@ def bound_of(
     return diagram.bound, diagram.exact
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(case=tiny_cases())
 def test_all_ranks_together_give_the_best_of_all_schedules(
     case: tuple[tuple[int, ...], int, Cost, float],
@@ -77,7 +77,7 @@ def test_all_ranks_together_give_the_best_of_all_schedules(
     assert value == pytest.approx(best(placement, microbatches, cost, memory))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(case=tiny_cases(), width=st.sampled_from([1, 2, 5]))
 def test_some_ranks_and_merged_states_only_lower_it(
     case: tuple[tuple[int, ...], int, Cost, float], width: int
@@ -117,7 +117,7 @@ def test_scarce_memory_on_a_v_is_bounded_by_the_last_rank() -> None:
 @pytest.mark.parametrize(("memory", "least"), [(2, 61), (3, 44)])
 def test_more_effort_proves_a_linear_schedule_the_best(memory: int, least: float) -> None:
     cost = Cost(1, 1, 1)
-    bound = lower_bound(linear(4), 12, cost, memory, effort=20_000)
+    bound = lower_bound(linear(4), 12, cost, memory, effort=8_000)
     assert bound == pytest.approx(least)
 
 

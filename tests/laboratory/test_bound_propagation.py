@@ -80,7 +80,7 @@ CASES: Final[dict[str, tuple[dict[str, Any], float, float]]] = {
 def test_all_ranks_together_say_more_than_one_at_a_time(name: str) -> None:
     options, before, after = CASES[name]
     assert lower_bound(microbatches=6, effort=0, **options) <= before
-    assert lower_bound(microbatches=6, effort=60_000, **options) == after
+    assert lower_bound(microbatches=6, effort=15_000, **options) == after
 
 
 def test_a_search_proves_what_it_finds() -> None:
@@ -99,11 +99,11 @@ def test_unequal_microbatches_share_ranks_too() -> None:
     assert lower_bound(linear(3), 3, cost, [6, 4, 4], effort=0) < bound <= found.value
 
 
-@pytest.mark.parametrize("unit", [1e-9, 0.1, 1.0, 1e9])
+@pytest.mark.parametrize("unit", [1e-9, 1e9])
 def test_the_unit_of_time_plays_no_part(unit: float) -> None:
     options, _, optimum = CASES["linear"]
     cost = with_times(replace(options["cost"], comm=unit), unit)
-    bound = lower_bound(microbatches=6, **{**options, "cost": cost}, effort=20_000)
+    bound = lower_bound(microbatches=6, **{**options, "cost": cost}, effort=15_000)
     assert bound == pytest.approx(optimum * unit)
 
 
@@ -132,7 +132,7 @@ def test_one_machine_loses_no_order(tasks: list[tuple[int, int, int]]) -> None:
             assert all(starts[nth] >= head for nth, head in later.items())
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(case=tiny_cases(), share=st.sampled_from([0.1, 0.8, 1.0]), unit=st.sampled_from([1, 0.3]))
 def test_it_is_never_above_the_best_schedule(
     case: tuple[tuple[int, ...], int, Cost, float], share: float, unit: float

@@ -27,7 +27,7 @@ from tests.laboratory.test_whole_stage import every_row
 UNIT = Cost(f=1, i=1, w=1)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(case=linked(), each=st.sampled_from([0.0, 0.1]), rank=st.sampled_from([0.0, 0.2]))
 def test_every_trial_agrees_with_one_that_relaxes_rules(
     case: tuple[Schedule, Cost], each: float, rank: float
@@ -138,13 +138,16 @@ def test_a_robust_search_trades_the_makespan_for_the_mean() -> None:
         assert steady.value <= simulate(family, cost, jitter=jitter).mean * (1 + 1e-9)
 
 
-def test_a_robust_search_knows_whole_stage_work_and_fused_backwards() -> None:
+def test_a_robust_search_knows_whole_stage_work_and_fused_backwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cost = Cost(f=1, i=1, w=1, b=1.7, reduce_grad=2, update=1, comm=0.2)
     result = search(ranks=2, microbatches=4, cost=cost, objective="robust", iterations=40)
     fpipe.verify(result.schedule)
     assert result.schedule.has_updates and result.value >= result.bound
+    monkeypatch.setattr(robust, "LARGE", 0)  # as where there are more actions
     large = search(
-        ranks=4, microbatches=1050, cost=UNIT, objective="robust", placement="linear", iterations=2
+        ranks=4, microbatches=50, cost=UNIT, objective="robust", placement="linear", iterations=2
     )
     assert large.value >= large.bound
 

@@ -52,7 +52,7 @@ def pairs_of(timeline: Timeline) -> list[Place]:
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(case=paired())
 def test_simulation_agrees_with_one_that_relaxes_rules(case: tuple[Schedule, Cost]) -> None:
     schedule, cost = case
@@ -71,7 +71,7 @@ def test_simulation_agrees_with_one_that_relaxes_rules(case: tuple[Schedule, Cos
         assert before.end <= after.start + 1e-9
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(case=paired())
 def test_trials_agree_with_one_that_relaxes_rules(case: tuple[Schedule, Cost]) -> None:
     schedule, cost = case
@@ -88,7 +88,7 @@ def test_trials_agree_with_one_that_relaxes_rules(case: tuple[Schedule, Cost]) -
         assert makespan == pytest.approx(max(end for _, end in times.values()) - begun)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(case=paired(), span=st.booleans())
 def test_an_order_has_the_value_of_its_schedule(case: tuple[Schedule, Cost], span: bool) -> None:
     schedule, cost = case

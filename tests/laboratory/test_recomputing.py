@@ -11,7 +11,7 @@ import pytest
 from fpipe import Cost, ScheduleError, search, simulate
 from tests.laboratory.exhaustive import best
 
-CASES: list[tuple[list[int], float]] = [([0, 1], 1.2), ([0, 1], 2.0), ([0, 1, 1, 0], 1.3)]
+CASES: list[tuple[list[int], float]] = [([0, 1], 1.2), ([0, 1], 2.0), ([0, 1, 0], 1.3)]
 
 
 def test_a_stage_that_computes_again_takes_longer_and_keeps_less() -> None:
@@ -67,13 +67,11 @@ def test_a_search_finds_the_best_choice_and_order_of_all(
     assert again.makespan == result.value and max(again.peak) <= memory + 1e-9
 
 
-@pytest.mark.parametrize(
-    ("placement", "memory"), [("linear", 1.5), ("linear", 2.5), ("looped", 2.5), ("v", 1.5)]
-)
+@pytest.mark.parametrize(("placement", "memory"), [("linear", 1.5), ("looped", 2.5), ("v", 1.5)])
 def test_no_uniform_choice_and_no_first_stages_are_better(placement: Any, memory: float) -> None:
     cost = Cost(f=1, i=1.2, w=0.8, b=1.9, comm=0.1, kept=0.1)
     arguments: dict[str, Any] = {
-        "ranks": 3, "microbatches": 5, "memory": memory, "placement": placement, "iterations": 15,
+        "ranks": 3, "microbatches": 5, "memory": memory, "placement": placement, "iterations": 10,
     }  # fmt: skip
     chosen = search(cost=cost, remat=True, **arguments)
     ranks = chosen.schedule.placement

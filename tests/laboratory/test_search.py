@@ -40,8 +40,10 @@ def check_result(found: fpipe.SearchResult, memory: float) -> None:
 
 
 @pytest.mark.parametrize("name", list(schedules.FAMILIES))
-@pytest.mark.parametrize("cost", [UNIT, UNEVEN, Cost(1, 1, 1, comm=1)])
-@pytest.mark.parametrize("objective", ["makespan", "span"])
+@pytest.mark.parametrize(
+    ("cost", "objective"),
+    [(UNIT, "makespan"), (UNEVEN, "span"), (Cost(1, 1, 1, comm=1), "makespan")],
+)
 def test_it_is_never_worse_than_a_family_in_the_same_memory(
     name: str, cost: Cost, objective: Any
 ) -> None:
@@ -94,11 +96,12 @@ def test_more_memory_is_not_worse_than_the_family_in_less() -> None:
 def test_it_repeats_itself_for_a_seed_and_a_count() -> None:
     def one(seed: int) -> fpipe.SearchResult:
         return search(
-            ranks=4, microbatches=10, cost=UNEVEN, memory=2.5, iterations=300, seed=seed, seconds=0
+            ranks=4, microbatches=10, cost=UNEVEN, memory=2.5, iterations=100, seed=seed, seconds=0
         )
 
-    assert one(3).schedule == one(3).schedule
-    assert len({one(seed).schedule for seed in range(3)}) > 1
+    first = one(0).schedule
+    assert first == one(0).schedule
+    assert any(first != one(seed).schedule for seed in (1, 2))
 
 
 def test_it_stops_when_nothing_can_be_better() -> None:
@@ -112,18 +115,18 @@ def test_it_stops_when_nothing_can_be_better() -> None:
 @pytest.mark.parametrize("memory", [2, 3, 4.5, 8])
 def test_it_fits_the_memory_of_every_placement(make: Any, memory: float) -> None:
     found = search(
-        ranks=4, microbatches=8, cost=UNEVEN, memory=memory, placement=make(4), iterations=60
+        ranks=4, microbatches=8, cost=UNEVEN, memory=memory, placement=make(4), iterations=30
     )
     check_result(found, memory)
 
 
-@pytest.mark.parametrize("unit", [2.0**-80, 2.0**-30, 2.0**-10, 2.0**40])
+@pytest.mark.parametrize("unit", [2.0**-80, 2.0**-30, 2.0**40])
 def test_the_unit_of_memory_plays_no_part(unit: float) -> None:
     # The memory had a slack of 1e-9, which is many activations where each is as small.
     cost = replace(UNEVEN, activation=unit)
-    found = search(ranks=4, microbatches=8, cost=cost, memory=2.5 * unit, iterations=60)
+    found = search(ranks=4, microbatches=8, cost=cost, memory=2.5 * unit, iterations=30)
     check_result(found, 2.5 * unit)
-    usual = search(ranks=4, microbatches=8, cost=UNEVEN, memory=2.5, iterations=60)
+    usual = search(ranks=4, microbatches=8, cost=UNEVEN, memory=2.5, iterations=30)
     assert found.schedule == usual.schedule
 
 
@@ -133,7 +136,7 @@ def test_the_unit_of_time_plays_no_part(unit: float) -> None:
 
     def found(unit: float) -> fpipe.Schedule:
         cost = Cost(unit, 1.3 * unit, 0.7 * unit, comm=unit / 3)
-        return search(ranks=4, microbatches=8, cost=cost, memory=2, iterations=60).schedule
+        return search(ranks=4, microbatches=8, cost=cost, memory=2, iterations=30).schedule
 
     assert found(unit) == found(1.0)
 
@@ -213,7 +216,7 @@ def test_a_full_backward_is_used_where_it_is_cheaper() -> None:
     assert found.value <= 6 * 2.5 + 2.5
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_it_finds_the_best_of_all_schedules_in_tiny_cases(data: st.DataObject) -> None:
     placement, microbatches = data.draw(st.sampled_from([((0, 1), 2), ((0, 1, 1, 0), 1)]))
@@ -411,7 +414,7 @@ def test_a_policy_is_a_value() -> None:
     assert replace(plain_policy(2), pace=1.0) != plain_policy(2)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_it_is_never_worse_than_the_schedule_that_it_starts_from(data: st.DataObject) -> None:
     start = data.draw(random_schedules.schedules())
@@ -427,7 +430,7 @@ def test_it_is_never_worse_than_the_schedule_that_it_starts_from(data: st.DataOb
             cost=cost,
             memory=memory,
             start=start,
-            iterations=30,
+            iterations=15,
         )
         check_result(found, math.inf if memory is None else max(memory))
         assert found.schedule.placement == start.placement

@@ -67,7 +67,7 @@ def test_time_and_memory_of_a_microbatch_are_two_numbers() -> None:
         Cost(1, 1, 1, memory_sizes=[0])
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_no_schedule_beats_the_bound(data: st.DataObject) -> None:
     schedule = data.draw(schedules())
@@ -175,9 +175,17 @@ def interleavings(chains: Sequence[Sequence[Action]]) -> Iterator[list[Action]]:
             yield from ([chain[0], *others] for others in interleavings(rest))
 
 
-@pytest.mark.parametrize("sizes", [(1, 3), (2, 1)])
-@pytest.mark.parametrize("memory", [None, 3])
-@pytest.mark.parametrize("amounts", [None, (2, 1), (1, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("sizes", "memory", "amounts"),
+    [
+        ((1, 3), None, None),
+        ((2, 1), 3, None),
+        ((1, 3), 3, (2, 1)),
+        ((2, 1), None, (2, 1)),
+        ((1, 3), 3, (1, 2)),
+        ((2, 1), 3, (3, 3)),
+    ],
+)
 def test_a_search_finds_the_best_of_all(
     sizes: tuple[int, int], memory: float | None, amounts: tuple[int, int] | None
 ) -> None:
@@ -203,7 +211,7 @@ def test_a_search_finds_the_best_of_all(
     assert found.bound <= min(values) + 1e-9
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_search_is_never_worse_than_a_family(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, 4))
@@ -239,13 +247,13 @@ def test_a_search_arranges_what_comes_in_a_bad_order() -> None:
     sizes = [9, 1, 8, 2, 7, 3, 6, 4]
     options: dict[str, Any] = {"ranks": 4, "microbatches": 8, "placement": range(4), "memory": 30}
     found, again = (
-        fpipe.search(cost=Cost(1, 1, 1, sizes=sizes), iterations=600, **options) for _ in range(2)
+        fpipe.search(cost=Cost(1, 1, 1, sizes=sizes), iterations=300, **options) for _ in range(2)
     )
     assert found.schedule == again.schedule
     usual = simulate(fpipe.schedules.zb_h1(ranks=4, microbatches=8), Cost(1, 1, 1, sizes=sizes))
     assert found.value < 0.75 * usual.makespan and found.gap < 0.08
     # Which comes when does not depend on the order in which they are given.
-    other = fpipe.search(cost=Cost(1, 1, 1, sizes=sorted(sizes)), iterations=600, **options)
+    other = fpipe.search(cost=Cost(1, 1, 1, sizes=sorted(sizes)), iterations=300, **options)
     assert other.value == pytest.approx(found.value, rel=0.05)
 
 

@@ -16,7 +16,7 @@ from tests.laboratory.exhaustive import best
 from tests.laboratory.test_pairs import paired
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(case=paired(), data=st.data())
 def test_a_step_is_that_of_a_cost_whose_times_are_divided(
     case: tuple[Schedule, Cost], data: st.DataObject

@@ -40,7 +40,7 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Cost]:
     return schedule, cost
 
 
-@settings(max_examples=150)
+@settings(max_examples=70)
 @given(case=cases())
 def test_simulation_agrees_with_one_that_relaxes_rules(case: tuple[Schedule, Cost]) -> None:
     schedule, cost = case
@@ -60,7 +60,7 @@ def test_simulation_agrees_with_one_that_relaxes_rules(case: tuple[Schedule, Cos
     }
 
 
-@settings(max_examples=150)
+@settings(max_examples=70)
 @given(case=cases(), span=st.booleans())
 def test_an_order_has_the_value_of_its_schedule(case: tuple[Schedule, Cost], span: bool) -> None:
     schedule, cost = case
@@ -77,7 +77,7 @@ def test_an_order_has_the_value_of_its_schedule(case: tuple[Schedule, Cost], spa
         problem.parts(action)
 
 
-@settings(max_examples=150)
+@settings(max_examples=30)
 @given(case=cases())
 def test_no_schedule_is_below_the_bound(case: tuple[Schedule, Cost]) -> None:
     schedule, cost = case
