@@ -11,10 +11,14 @@ from tests import warm
 
 ROOT: Final = Path(__file__).parents[1]
 EXAMPLES: Final = sorted((ROOT / "examples").glob("*.py"))
+# tests/hosts/test_torchrun.py runs the demo, by itself and on two ranks.
+ELSEWHERE: Final = "gpt"
 
 
 @pytest.mark.examples
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in EXAMPLES if path.stem != ELSEWHERE], ids=lambda path: path.stem
+)
 def test_example_runs(path: Path, tmp_path: Path) -> None:
     # Elsewhere than in the checkout: an example needs the installed package and nothing beside it.
     done = warm.run(path, "--smoke", folder=tmp_path, scratch=tmp_path, timeout=120)
