@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fpipe.errors import FpipeError, error_text, label_of
+from fpipe.inputs.ambient import autocasts
 from fpipe.torch_internals import is_transformed
 from fpipe.training.compiled import Kernels, is_elementwise, reads_numbers
 from fpipe.training.leaf_update import Moments, held_beside
@@ -112,6 +114,8 @@ class _Hyper(NamedTuple):
 class Updates:
     """A `LeafUpdate` that records the step of one optimizer, for each kind of parameter once.
 
+    All trainers of a process share the recordings of an optimizer of torch's own.
+
     Args:
         optimizer: a class of `torch.optim`, or one derived from `torch.optim.Optimizer`.
         hyper: what it is called with, beside the parameters.
@@ -139,6 +143,8 @@ class Updates:
         self._name = label_of(optimizer)
         self._arguments = inspect.signature(optimizer).parameters
         self._optimizer = _RECORDABLE.get(optimizer, optimizer)
+        # A class of a user's may read what its module has changed since.
+        self._shares = optimizer.__module__.startswith("torch.optim.")
         self._recorded: dict[Hashable, list[Update]] = {}
         self._checked: set[Hashable] = set()
         self._kernels = kernels
@@ -275,9 +281,25 @@ class Updates:
         for update in known:
             if all_hold(update.guards, values):
                 return update
-        chosen = {name: concrete(value) for name, value in hyper.by_name.items()}
-        known.append(record_update(self._optimizer, chosen, param, state, count))
-        return known[-1]
+        kinds = tuple(map(Kind.of, (state or {}).values()))
+        everywhere = self._optimizer, kind, kinds, torch.get_default_dtype(), autocasts()
+        shared = _recordings(everywhere) if self._shares else known
+        for update in shared:
+            if all_hold(update.guards, values):
+                break
+        else:
+            chosen = {name: concrete(value) for name, value in hyper.by_name.items()}
+            update = record_update(self._optimizer, chosen, param, state, count)
+            shared.append(update)
+        if self._shares:
+            known.append(update)
+        return update
+
+
+@lru_cache(maxsize=1024)
+def _recordings(key: Hashable) -> list[Update]:
+    """The recordings so far of one optimizer of torch and one kind of parameter."""
+    return []
 
 
 def _fixed(value: Any) -> Hashable:

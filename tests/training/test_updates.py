@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any, Final
 
 import pytest
@@ -101,19 +102,53 @@ def test_parameters_may_have_any_shape(shape: tuple[int, ...]) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_a_new_rate_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def records(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Classes of which a step is recorded from now on."""
     from fpipe.training import updates as module
 
-    recorded: list[int] = []
+    recorded: list[Any] = []
     record = module.record_update
 
     def counted(*arguments: Any) -> Any:
-        recorded.append(1)
+        recorded.append(arguments[0])
         return record(*arguments)
 
     monkeypatch.setattr(module, "record_update", counted)
+    module._recordings.cache_clear()
+    return recorded
+
+
+def test_a_new_rate_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = records(monkeypatch)
     train_both(torch.optim.AdamW, {}, torch.randn(3, 3), rates)
     assert len(recorded) == 2  # the first step, and all others
+
+
+def test_a_new_trainer_records_nothing_of_an_optimizer_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But of another kind, under another branch, or where a user's class may have changed."""
+    recorded = records(monkeypatch)
+    betas: Any
+    for betas, dtype in product(((0.9, 0.999), (0.8, 0.9)), (torch.float32, torch.float64)):
+        hyper = {"betas": betas, "weight_decay": 0.0}
+        for _ in range(2):
+            theirs, ours = train_both(torch.optim.Adam, hyper, torch.randn(3, 3).to(dtype), rates)
+            assert torch.equal(ours, theirs)
+    assert len(recorded) == 4
+    theirs, ours = train_both(torch.optim.Adam, {"weight_decay": 0.1}, torch.randn(3, 3), rates)
+    assert torch.equal(ours, theirs)
+    assert len(recorded) == 6
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        train_both(torch.optim.Adam, hyper, torch.randn(3, 3, dtype=torch.float32), rates)
+    finally:
+        torch.set_default_dtype(before)
+    assert len(recorded) == 8
+    for _ in range(2):
+        train_both(SignDescent, {}, torch.randn(3, 3), rates)
+    assert len(recorded) == 12
 
 
 class SignDescent(torch.optim.Optimizer):
