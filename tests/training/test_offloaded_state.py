@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 import fpipe
 from fpipe import FpipeError, StageError, pytree, schedules
 from tests import warm
+from tests.distributed.crew import server
 from tests.models import assert_identical, mlp, pipe_of
+from tests.training import resident
 
 ROOT: Final = Path(__file__).parents[2]
 ONE_F_ONE_B: Final = schedules.one_f_one_b(ranks=2, microbatches=4)
@@ -150,19 +149,13 @@ def test_anonymous_memory_is_lower_by_what_lies_in_files(tmp_path: Path) -> None
 
 
 def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
-    process = started("both", "--stay", env={"TMPDIR": str(tmp_path)})
-    assert process.stdout is not None
-    assert process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=10)
+    here, there = server().Pipe()
+    process = server().Process(target=resident.stay, args=(str(tmp_path), there), daemon=True)
+    process.start()
+    there.close()
+    _, params, states = here.recv()
+    assert (params, states) == (32, 64)
+    process.kill()
+    process.join(10)
+    assert not process.is_alive()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-def started(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.training.resident", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | (env or {}),
-    )
