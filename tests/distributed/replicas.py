@@ -14,7 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -24,7 +32,6 @@ from fpipe import Schedule, dtensors, pytree
 from fpipe.program import async_collectives
 from fpipe.program.program import Compute
 from fpipe.program.replica_collectives import begins, waits
-from tests.distributed import tensor_parallel
 from tests.distributed.crew import Outcome, attempt, mesh_of
 from tests.distributed.traps import Trap
 from tests.meter import Meter
@@ -410,25 +417,48 @@ def stages_under_reduction(group: Any, schedule: Schedule) -> int:
 # ── three dimensions ────────────────────────────────────────────────────────────────────────────
 
 
+class Perceptron(nn.Module):
+    """A layer whose two matrices may be divided, behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return y
+
+
 def three_dimensional(group: Any, policies: Sequence[Any]) -> int:
     """Replicas of a pipeline whose layers are divided too; returns how many gradients it saw."""
     mesh = mesh_of((2, 2, 2), ("dp", "pp", "tp"))
     torch.manual_seed(0)
-    whole, module = tensor_parallel.GPT().double(), tensor_parallel.GPT().double()
+    whole, module = (
+        nn.Sequential(nn.Embedding(8, 4), Perceptron(), Perceptron()).double() for _ in range(2)
+    )
     module.load_state_dict(whole.state_dict())
-    tensor_parallel.sequence_parallel(module, mesh["tp"])
-    tokens = torch.randint(tensor_parallel.VOCABULARY, (8, 8))
-    batch = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
-    expected = tensor_parallel.surprise(whole(tokens), batch)
+    by_position, undivided = Shard(1), Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "0": RowwiseParallel(input_layouts=undivided, output_layouts=by_position),
+        "*.norm": SequenceParallel(),
+        "*.up": ColwiseParallel(input_layouts=by_position),
+        "*.down": RowwiseParallel(output_layouts=by_position),
+        "2": PrepareModuleOutput(
+            output_layouts=by_position, desired_output_layouts=undivided, use_local_output=True
+        ),
+    }
+    parallelize_module(module, mesh["tp"], plan)
+    tokens = torch.randint(8, (8, 4))
+    expected = mean_square(whole(tokens), None)
     expected.backward()
-    replica = mesh.get_local_rank("dp")
-    own = {name: value.split([2, 6])[replica] for name, value in batch.items()}
+    own = tokens.split([2, 6])[mesh.get_local_rank("dp")]
     schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
     plain = fpipe.from_module(
         module,
         schedule=schedule,
-        cuts=["blocks.0"],
-        loss=tensor_parallel.surprise,
+        cuts=["1"],
+        loss=mean_square,
         mesh=mesh,
         data="dp",
         compile=False,
@@ -437,13 +467,11 @@ def three_dimensional(group: Any, policies: Sequence[Any]) -> int:
     for policy in policies:
         pipe = plain if policy is None else plain.with_schedule(schedule.sharded(*policy))
         params = pipe.shard(dict(module.named_parameters()))
-        with loss_parallel():
-            loss, grads = pipe.step(params, own)
+        loss, grads = pipe.step(params, {"input": own})
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=0)
         for name, parameter in whole.named_parameters():
             if grads[name] is not None:
                 assert grads[name].placements == params[name].placements
-                # That of the bias of the keys is 0 but for rounding.
                 torch.testing.assert_close(
                     grads[name].full_tensor(), parameter.grad, rtol=1e-10, atol=1e-14
                 )

@@ -128,7 +128,7 @@ def test_placements(crew: Crew, placement: list[int], split: bool) -> None:
 
 
 @settings(
-    max_examples=20,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -20,7 +20,6 @@ from tests.distributed.crew import Crew, attempt, mesh_of, values
 from tests.models import assert_same
 
 MESHES = [("tp", "pp"), ("pp", "tp")]
-LAYERS = 4
 
 
 class Enter(torch.autograd.Function):
@@ -76,30 +75,30 @@ def mean_square(output: Tensor, _: Any) -> Tensor:
 
 
 def step_of(mesh: DeviceMesh, schedule: Schedule, kind: str, **options: Any) -> None:
-    """A step of a pipeline with divided layers, against autograd on whole ones."""
+    """A step of a pipeline with a divided layer a stage, against autograd on whole ones."""
     torch.manual_seed(0)
-    whole = nn.Sequential(*(Block(None) for _ in range(LAYERS)))
+    layers = schedule.num_stages
+    whole = nn.Sequential(*(Block(None) for _ in range(layers)))
     x = torch.randn(8, 4, dtype=torch.float64)
     value = mean_square(whole(x), None)
     value.backward()
-    divided = nn.Sequential(*(Block(mesh.get_group("tp")) for _ in range(LAYERS)))
+    divided = nn.Sequential(*(Block(mesh.get_group("tp")) for _ in range(layers)))
     params = {name: part_of(p.detach(), name, mesh) for name, p in whole.named_parameters()}
     grads: dict[str, Any] = {}
     if kind == "module":
         pipe: Any = fpipe.from_module(
             divided,
             schedule=schedule,
-            cuts=["0", "1", "2"] if schedule.num_stages == 4 else ["1"],
+            cuts=[str(layer) for layer in range(layers - 1)],
             loss=mean_square,
             mesh=mesh,
             **options,
         )
         loss, grads = pipe.step(params, {"input": x})
     else:
-        width = LAYERS // schedule.num_stages
         stages, parts = [], []
-        for first in range(0, LAYERS, width):
-            stage = divided[first : first + width]
+        for layer in range(layers):
+            stage = divided[layer : layer + 1]
             stages.append(lambda p, x, stage=stage: torch.func.functional_call(stage, p, (x,)))
             names = [name for name, _ in stage.named_parameters()]
             parts.append({name: params[name] for name in names})
@@ -109,7 +108,7 @@ def step_of(mesh: DeviceMesh, schedule: Schedule, kind: str, **options: Any) -> 
             grads |= part or {}
     assert_same(loss, value.detach())
     found = {name: grad for name, grad in grads.items() if grad is not None}
-    assert len(found) == LAYERS
+    assert len(found) == layers
     for name, grad in found.items():
         expected = whole.get_parameter(name).grad
         assert expected is not None

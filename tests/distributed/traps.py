@@ -51,7 +51,7 @@ def leave() -> None:
 
 
 def nap() -> None:
-    time.sleep(3)
+    time.sleep(2)
 
 
 DEEDS: dict[str, Callable[[], None]] = {
@@ -234,7 +234,9 @@ def fail_early(
         return torch.tanh(x @ p["w"] + p["b"])
 
     def compile(module: fx.GraphModule, examples: Sequence[Tensor]) -> Boxed:
+        nonlocal bad
         if bad and where == "compile":
+            bad = deed != "nap"  # one is long enough
             DEEDS[deed]()
         return Trap()(module, examples)
 
