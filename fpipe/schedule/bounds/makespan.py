@@ -96,7 +96,8 @@ def lower_bound(
         objective: "makespan", or "span": the longest time from the first start to the last end
             of one rank.
         effort: about how many states to visit, some 30 microseconds each; fewer where they turn out
-            to be too many. With 0 the bound is that of the formulas.
+            to be too many. The refutation of makespans may take as long again, and where sizes
+            differ a third time. With 0 the bound is that of the formulas.
 
     Returns:
         The bound, in the cost's unit of time.
