@@ -220,7 +220,7 @@ class Crew:
 # What a compiled step, a model of Hugging Face's and a benchmark import when they are there, which
 # takes seconds in each process.
 _LATER = (
-    "torch._inductor.compile_fx",
+    "tests.compiling",
     "torch.distributed.pipelining",
     "transformers.modeling_utils",
 )
