@@ -23,6 +23,8 @@ from torch._functorch.pyfunctorch import (
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
     TorchFunctionMetadataMode,
     disable_proxy_modes_tracing,
@@ -39,6 +41,7 @@ __all__ = [
     "FakeTensorMode",
     "FunctionalTensor",
     "FunctionalTensorMode",
+    "LazyGraphModule",
     "TorchFunctionMetadataMode",
     "autograd_counter",
     "beneath_forward_mode",
@@ -66,6 +69,7 @@ __all__ = [
     "to_fun",
     "track_symbol",
     "transforms",
+    "use_lazy_graph_module",
 ]
 
 

@@ -73,6 +73,8 @@ class WriteGuard(Seeing):
                 "what it writes to is waited for outside of any trace; take those of "
                 "torch.distributed._functional_collectives, which return new tensors",
             )
+        if not (func.is_view or func._schema.is_mutable):
+            return func(*args, **(kwargs or {}))
         arguments = list(_arguments(func, args, kwargs or {}))
         for declared, value in arguments:
             if declared.is_write and func.namespace not in ("aten", "prims"):

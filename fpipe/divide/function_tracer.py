@@ -30,7 +30,7 @@ from fpipe.graph.nodes import CHECKPOINT, fingerprint, places_of, value_of
 from fpipe.graph.rewrites import propagate
 from fpipe.inputs.signature import Goal, TreeShape, is_differentiable
 from fpipe.spec.objective import Objective
-from fpipe.torch_internals import FakeTensorMode
+from fpipe.torch_internals import FakeTensorMode, LazyGraphModule
 from fpipe.trace.abstract import Abstract, Places
 from fpipe.trace.chain import Chain
 from fpipe.trace.tracer import StageGraph, Traced, contiguous_like, finish
@@ -200,7 +200,7 @@ class FunctionTracer:
         tied: Collection[Source],
     ) -> Joint:
         """The joint graph of a part."""
-        module, original = fx.GraphModule(recorded.module, segment.graph), recorded.original
+        module, original = LazyGraphModule(recorded.module, segment.graph), recorded.original
         home, device = self._places.device(0), self._places.device(index)
         if home is not None and device is not None and home != device:
             original = move(module, home, device, self._mode, original)

@@ -289,6 +289,19 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     return sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim]))
 
 
+def lies_in_order(value: Tensor, order: Sequence[int]) -> bool:
+    """Whether memory has a tensor without gaps, its dimensions in an order, the slowest first."""
+    shape, stride, step = value.shape, value.stride(), 1
+    if value.numel() == 0:
+        return True
+    for dim in reversed(order):
+        if shape[dim] != 1:
+            if stride[dim] != step:
+                return False
+            step *= shape[dim]
+    return True
+
+
 def layouts_of(graph: fx.Graph) -> list[Layout | None]:
     """The layout of each output of a graph; None of what is no dense tensor."""
     returned: Any = graph.output_node().args[0]

@@ -28,6 +28,7 @@ from fpipe.graph.nodes import (
     copied,
     inserted,
     is_view,
+    lies_in_order,
     marks_of,
     memory_order,
     replace,
@@ -77,7 +78,7 @@ def simplify(
             replace(node, node.args[0])
         elif node.target is aten._conj.default and not isinstance(node.args[0], fx.Node):
             _conjugate_number(node)
-        elif node.target is aten.t.default and _is_transpose(node.args[0]):
+        elif node.target is aten.t.default and node.args[0].target is aten.t.default:
             replace(node, node.args[0].args[0])
         elif node.target is aten.convolution_backward.default:
             _split_convolution_backward(graph, node)
@@ -156,7 +157,7 @@ def _settle_gradients(graph: fx.Graph, owners: Sequence[Tensor | None]) -> None:
     for index, node in enumerate(gradients):
         base, owner = base_of(node), owners[index]
         order = _order_of(value_of(node), owner)
-        fit = value_of(node).permute(order).is_contiguous()
+        fit = lies_in_order(value_of(node), order)
         if owner is not None:
             fit &= base.op != "placeholder" and base not in claimed
         fit &= base.op == "placeholder" or base not in forward
@@ -193,11 +194,7 @@ def _order_of(value: Tensor, owner: Tensor | None) -> list[int]:
     if owner is None or owner.shape != value.shape:
         return usual
     order = memory_order(owner.shape, owner.stride())
-    return order if owner.permute(order).is_contiguous() else usual
-
-
-def _is_transpose(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is aten.t.default
+    return order if lies_in_order(owner, order) else usual
 
 
 def _give_memory(node: fx.Node) -> None:

@@ -97,6 +97,9 @@ class Known(Seeing):
         if func.namespace != "prim":  # C++ asks for a device where nothing may be raised
             let_through()
         options = dict(kwargs or {})
+        nothing = not len(self._values) and func is not _LITERAL
+        if nothing and any(isinstance(argument, Tensor) for argument in args):
+            return func(*args, **options)
         if func is _ZEROS:
             if _SYMBOLIC.get():
                 return func(*args, **options)

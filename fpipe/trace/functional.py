@@ -42,7 +42,8 @@ class Functional(FunctionalTensorMode):
     """Functionalization beneath autograd.
 
     Operations that write to nothing and return new tensors, which most do, take a short way. A
-    detached value is another tensor to autograd, and the same here: no operation is recorded.
+    detached value or an alias is another tensor to autograd, and the same here: no operation is
+    recorded. Nor is what forward mode asks of a tangent.
 
     Args:
         name: how to call a tensor that the function closes over, in messages.
@@ -86,8 +87,10 @@ class Functional(FunctionalTensorMode):
         if func is _DEVICE:
             return _inner(args[0]).device
         args, options = self._wrapped((tuple(args), options), func)
-        if func is _DETACH and isinstance(args[0], FunctionalTensor):
+        if func in _IDENTITIES and isinstance(args[0], FunctionalTensor):
             return FunctionalTensor(args[0].elem, self)
+        if func in _COMPARISONS:
+            return _COMPARISONS[func](*map(_inner, args))
         if not _is_plain(func):
             if func in _VIEWS and isinstance(args[0], FunctionalTensor):
                 return self._view(func, args, options)
@@ -155,6 +158,15 @@ class Functional(FunctionalTensorMode):
 
 
 _DETACH: Final = torch.ops.aten.detach.default
+_IDENTITIES: Final = frozenset({_DETACH, torch.ops.aten.alias.default})
+_COMPARISONS: Final[dict[Any, Callable[[Tensor, Tensor], bool]]] = {
+    torch.ops.aten.is_same_size.default: lambda one, other: one.shape == other.shape,
+    torch.ops.aten._has_same_storage_numel.default: lambda one, other: (
+        one.untyped_storage().nbytes() // one.itemsize
+        == other.untyped_storage().nbytes() // other.itemsize
+    ),
+}
+"""Questions about sizes, as torch answers them."""
 _DEVICE: Final = torch.ops.prim.device.default
 _FUNCTIONALIZE: Final = torch._C.DispatchKey.Functionalize
 _VIEWS: Final = frozenset(

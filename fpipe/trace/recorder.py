@@ -33,6 +33,7 @@ from fpipe.torch_internals import (
     make_fx,
     new_placeholder,
     to_fun,
+    use_lazy_graph_module,
 )
 from fpipe.trace.abstract import Leaves
 from fpipe.trace.data_dependence import Known, without_data_checks
@@ -148,7 +149,14 @@ def record(
     marks = Marks()
     try:
         refuse_mapped(origin)
-        with unseeded(), undrawn(), tracing(mode), without_data_checks(), marks.active():
+        with (
+            unseeded(),
+            undrawn(),
+            tracing(mode),
+            without_data_checks(),
+            marks.active(),
+            use_lazy_graph_module(True),  # its text is compiled if it is called, which it is not
+        ):
             record_it = make_fx(trace, decomposition_table={}, _disable_torch_fn_metadata_mode=True)
             module = record_it(*leaves.values)
     except FpipeError:
@@ -193,8 +201,9 @@ class _Trace:
         """Outputs and gradients, recorded."""
         functional = self._functional
         with functional:
-            arguments = [self._way.lift(n, to_fun(value)) for n, value in enumerate(values)]
-            chosen = self._choose(arguments)
+            with torch._C.DisableTorchFunction():  # nothing of the user's yet, to stand in for
+                arguments = [self._way.lift(n, to_fun(value)) for n, value in enumerate(values)]
+                chosen = self._choose(arguments)
             paths = dict(zip(self._leaves.paths, arguments, strict=True))
             with ExitStack() as stack:
                 if self._labels is not None:

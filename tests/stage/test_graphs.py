@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fpipe import StageError
+import fpipe
+from fpipe import StageError, schedules
+from fpipe.functional.dual import load_rules
 from fpipe.graph.joint import Param, add_sums
-from fpipe.graph.nodes import fingerprint, places_of
+from fpipe.graph.nodes import fingerprint, lies_in_order, places_of
 from fpipe.graph.rewrites import simplify
 from fpipe.pieces.partition import policies, save_all, save_nothing
 from tests.models import rand
@@ -32,6 +35,47 @@ def run(graph: fx.Graph, *arguments: Tensor) -> Any:
     return fx.GraphModule(torch.nn.Module(), graph)(*arguments)
 
 
+# ── record ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_recording_is_no_module_that_torch_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch compiles the text of a graph when it makes a module of it, and keeps it for good."""
+    written: list[str] = []
+    monkeypatch.setattr(fx.graph_module, "_exec_with_source", lambda src, *_: written.append(src))
+    schedule = schedules.gpipe(ranks=2, microbatches=1)
+    stages = fpipe.pipeline([lambda p, x: x * p] * 2, lambda y, _: y.sum(), schedule, compile=False)
+    assert stages.step([rand(2), rand(2)], rand(3, 2)).loss.isfinite()
+    whole = fpipe.pipeline(
+        lambda p, x: (fpipe.cut(x * p) * p).sum(), schedule=schedule, compile=False
+    )
+    assert whole.step(rand(2), rand(3, 2)).loss.isfinite()
+    assert not written
+
+
+def test_what_forward_mode_asks_is_answered_without_a_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: set[Any] = set()
+    dispatch = FakeTensorMode.dispatch
+
+    def note(mode: FakeTensorMode, func: Any, *rest: Any, **options: Any) -> Any:
+        asked.add(func)
+        return dispatch(mode, func, *rest, **options)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", note)
+    load_rules()
+    schedule = schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline([lambda p, x: p.sin() * x], lambda y, _: y.sum(), schedule, compile=False)
+    p, x, vector = rand(2), torch.ones(3, 2).double(), rand(1, 2)[0]
+    found = fpipe.hvp(pipe).step([p], x, [vector]).hvp[0]
+    torch.testing.assert_close(found, -3 * p.sin() * vector)
+    aten = torch.ops.aten
+    assert aten.sin.default in asked
+    assert asked.isdisjoint(
+        {aten.is_same_size.default, aten._has_same_storage_numel.default, aten.alias.default}
+    )
+
+
 # ── simplify ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -39,6 +83,23 @@ def test_ops_that_compute_nothing_go() -> None:
     graph = traced(lambda x: ([x.detach().t().t() * 2], []), rand(2, 3))
     simplify(graph, [])
     assert targets(graph) == ["aten.mul.Tensor"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        rand(2, 3, 4),
+        rand(4, 3, 2).permute(2, 0, 1),
+        rand(2, 3, 4)[:, :, :2],
+        rand(2, 1, 4)[:1],
+        rand(2, 0, 3),
+        rand(2, 1, 3).expand(2, 4, 3),
+    ],
+    ids=["usual", "permuted", "part", "ones", "empty", "expanded"],
+)
+def test_order_in_memory_is_that_of_a_contiguous_permutation(value: Tensor) -> None:
+    for order in permutations(range(3)):
+        assert lies_in_order(value, order) == value.permute(order).is_contiguous()
 
 
 def simplified_gradients(function: Callable[..., Any], *arguments: Tensor) -> list[Tensor]:
