@@ -65,10 +65,10 @@ def on_meta(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.to("meta") for name, value in tensors.items()}
 
 
-def steps_traced(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The messages that say that a step was traced."""
+def steps_traced(caplog: pytest.LogCaptureFixture, goal: str = "step") -> list[str]:
+    """The messages that say that a step was traced, or what else was."""
     messages = [record.getMessage() for record in caplog.records]
-    return [message for message in messages if message.startswith("tracing step")]
+    return [message for message in messages if message.startswith(f"tracing {goal}")]
 
 
 # ── references ──────────────────────────────────────────────────────────────────────────────────

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -91,8 +92,13 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CHANGES)
-def test_attributes_are_those_of_the_call(case: str, caplog: pytest.LogCaptureFixture) -> None:
+# Steps and values in turns: a value is traced in half the time.
+@pytest.mark.parametrize(
+    ("case", "method"), list(zip(CHANGES, itertools.cycle(("step", "value", "value"))))
+)
+def test_attributes_are_those_of_the_call(
+    case: str, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Attributes that a layer does not print once kept their values of the trace."""
     make, path, value = CHANGES[case]
     torch.manual_seed(0)
@@ -103,9 +109,14 @@ def test_attributes_are_those_of_the_call(case: str, caplog: pytest.LogCaptureFi
 
     def check() -> Tensor:
         expected = by_microbatches(net, {"x": x})
-        step = pipe.step(detached(net), {"x": x})
-        torch.testing.assert_close((step.loss, dict(step.grads)), tuple(expected))
-        return step.loss
+        found = getattr(pipe, method)(detached(net), {"x": x})
+        if method == "value":
+            torch.testing.assert_close(found, expected.loss)
+            loss: Tensor = found
+        else:
+            torch.testing.assert_close((found.loss, dict(found.grads)), tuple(expected))
+            loss = found.loss
+        return loss
 
     with caplog.at_level(logging.INFO, logger="fpipe"):
         before = check()
@@ -113,7 +124,7 @@ def test_attributes_are_those_of_the_call(case: str, caplog: pytest.LogCaptureFi
         assert not torch.equal(check(), before)
         setattr(owner, name, old)
         assert torch.equal(check(), before)
-    assert len(steps_traced(caplog)) == 2
+    assert len(steps_traced(caplog, method)) == 2
 
 
 def test_a_list_counts_by_what_it_contains() -> None:

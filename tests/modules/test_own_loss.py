@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ def own(output: Any, batch: Any) -> Tensor:
 # Microbatches of one size, of two, and of a row each, some of which have no labels that count.
 @pytest.mark.parametrize(
     ("name", "microbatches"),
-    [("llama", 3), ("llama", ROWS), ("gpt2", 4), ("bert", ROWS), ("t5", 3), ("t5", 4)],
+    [("llama", 3), ("gpt2", 4), ("bert", ROWS), ("t5", 4)],
 )
 def test_a_hugging_face_model_whose_labels_are_ignored_unevenly(
     name: str, microbatches: int
@@ -82,8 +83,8 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("kind", EXACT)
-@pytest.mark.parametrize("microbatches", [4, ROWS])
+# Losses take turns with microbatches of two sizes, and of a row each.
+@pytest.mark.parametrize(("kind", "microbatches"), list(zip(EXACT, itertools.cycle([4, ROWS]))))
 def test_means_over_labels_that_count(kind: str, microbatches: int) -> None:
     batch, make = tagged()
     module = make(EXACT[kind])

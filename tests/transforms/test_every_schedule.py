@@ -25,11 +25,14 @@ FAMILIES = list(schedules.FAMILIES)
 every_schedule = pytest.mark.parametrize("family", FAMILIES)
 every_transform = pytest.mark.parametrize("name", TRANSFORMS)
 # A loss that is differentiated twice was differentiated once; what is made of two transforms is
-# compiled in test_declared.py, where each loss has a weight of its own, and test_cut_function.py;
-# and what goes by both adds the gradients by the batch, which "grad" has, to what "hvp" has.
+# compiled in test_declared.py, where each loss has a weight of its own, and test_cut_function.py,
+# which has the norms too; what goes by both adds the gradients by the batch, which "grad" has, to
+# what "hvp" has; and a call that torch.func maps runs the kernels of "vmap".
 ELSEWHERE = {
     "value with history",
+    "torch.func.vmap",
     "vmap of hvp",
+    "per_example_norms",
     "per_example_norms of vmap",
     "per_example_grads of vmap",
     "hvp by both",

@@ -18,6 +18,7 @@ from tests.models import assert_identical, assert_same
 from tests.transforms.actors import (
     CUT,
     differentiate,
+    families_of,
     freeze,
     make_ensemble,
     members_on_one_rank,
@@ -32,7 +33,7 @@ from tests.transforms.actors import (
 
 
 def test_ensemble_of_language_models_equals_one_process(pair: Crew) -> None:
-    schedule = schedules.zbv(ranks=2, microbatches=3)
+    schedule = schedules.zb_h1(ranks=2, microbatches=3)
     parts = values(pair.run(run, "vmap", schedule))
     whole = run(None, "vmap", schedule)
     for rank, part in enumerate(parts):
@@ -103,7 +104,7 @@ def test_cut_function_over_ranks_on_every_schedule(pair: Crew, transform: str) -
     pair.start(run_cut, transform)
     wholes = run_cut(None, transform)
     for rank, parts in enumerate(values(pair.collect())):
-        for family, part, whole in zip(schedules.FAMILIES, parts, wholes, strict=True):
+        for family, part, whole in zip(families_of(transform), parts, wholes, strict=True):
             placement = schedules.get(family, ranks=2, microbatches=3).placement
             here = {
                 name: rank in {placement[stage] for stage in stages}
