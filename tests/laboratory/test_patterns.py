@@ -54,7 +54,7 @@ def test_the_period_is_the_work_of_a_rank_where_memory_suffices() -> None:
 def test_a_large_v_at_half_the_memory_needs_few_iterations() -> None:
     # 104,448 actions. Policies, compared on few microbatches, came to 1.2 times the bound and more.
     found = search(ranks=32, microbatches=544, cost=UNEVEN, memory=16, placement="v", iterations=20)
-    assert found.gap < 0.08
+    assert found.gap < 0.065
 
 
 def test_a_wave_of_four_stages_a_rank_is_near_its_bound() -> None:
