@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from keyword import iskeyword
 from typing import Any, Final
 
 import torch
@@ -159,6 +160,9 @@ def record(
         ):
             record_it = make_fx(trace, decomposition_table={}, _disable_torch_fn_metadata_mode=True)
             module = record_it(*leaves.values)
+        for node in module.graph.nodes:
+            if any(map(iskeyword, str(node.target).split("."))):
+                raise SyntaxError(f"{node.target} is no name in Python")
     except FpipeError:
         raise
     except Exception as error:

@@ -58,7 +58,7 @@ class Pressed:
         monkeypatch.setattr(FakeTensorMode, "__enter__", entered)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 5, 8, 12])
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 7, 9])
 def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     pipe = pipeline()
     expected = pipeline().step(PARAMS, BATCH)
