@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -20,10 +22,14 @@ import fpipe
 from fpipe import Schedule, pytree
 from fpipe.pieces.boxed import Boxed
 from fpipe.program.program import Program, Send, WaitSend
+from tests.cut_model import IN_DIMS, language_model
 from tests.distributed.crew import Outcome, attempt, mesh_of
 from tests.models import MODELS, Model, adapted, mlp, piped
+from tests.modules.models import CUTS
+from tests.modules.models import language_model as language_module
 
 Group = dist.ProcessGroup | None
+P = TypeVar("P", bound=fpipe.Pipeline)
 
 
 class Output(NamedTuple):
@@ -43,6 +49,51 @@ def pipeline(group: Group, model: Model, schedule: Schedule, **options: Any) -> 
     return fpipe.pipeline(model.stages, model.loss, schedule, **options)
 
 
+def recorded(
+    group: Group,
+    name: str,
+    schedule: Schedule,
+    rows: int,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> tuple[Model, fpipe.Pipeline]:
+    """A model and its pipeline; all of a process that have equal options share their recordings."""
+    _, pipe = piped(MAKERS[name], schedule, 1, group=group, **options)
+    return model_of(name, schedule.num_stages, rows, dtype), pipe
+
+
+@cache
+def _recorded_function(**options: Any) -> fpipe.Pipeline:
+    schedule = fpipe.schedules.gpipe(ranks=4, microbatches=1)
+    return fpipe.pipeline(
+        language_model, schedule=schedule, in_dims=IN_DIMS, compile=False, **options
+    )
+
+
+def recorded_function(group: Group, schedule: Schedule, **options: Any) -> fpipe.Pipeline:
+    """The pipeline of the function with cuts; those of a process share their recordings too."""
+    return over(_recorded_function(**options), schedule, group)
+
+
+@cache
+def _recorded_module(cuts: tuple[str, ...]) -> fpipe.ModulePipeline:
+    schedule = fpipe.schedules.gpipe(ranks=len(cuts) + 1, microbatches=1)
+    return fpipe.from_module(language_module(), schedule=schedule, cuts=cuts, compile=False)
+
+
+def recorded_module(
+    group: Group, schedule: Schedule, cuts: Sequence[str] = CUTS
+) -> fpipe.ModulePipeline:
+    """The pipeline of the tests' own module, cut there; those of a process share as well."""
+    return over(_recorded_module(tuple(cuts)), schedule, group)
+
+
+def over(pipe: P, schedule: Schedule, group: Group) -> P:
+    """Of the same kind, over a group, with the recordings of `pipe`."""
+    definition = replace(pipe._engine.definition, schedule=schedule, group=group)
+    return type(pipe)(definition, like=pipe._engine)
+
+
 def scaled(params: Any, factor: float) -> Any:
     """Every leaf times a number."""
     return pytree.tree_map(lambda leaf: leaf * factor, params)
@@ -55,7 +106,7 @@ def one_step(
     group: Group, name: str, schedule: Schedule, rows: int, dtype: torch.dtype, options: Any
 ) -> list[Any]:
     """A single step."""
-    model, pipe = piped(MAKERS[name], schedule, rows, dtype, group=group, **options)
+    model, pipe = recorded(group, name, schedule, rows, dtype, **options)
     return [pipe.step(pipe.local(model.params), model.batch)]
 
 
@@ -70,7 +121,7 @@ def one_uncompiled(group: Group, schedule: Schedule) -> list[Any]:
 def every_call(group: Group, name: str, schedule: Schedule, sizes: Sequence[int]) -> list[Any]:
     """Training and evaluation in turn, on batches of changing shapes, all results kept."""
     results: list[Any] = []
-    pipe = pipeline(group, model_of(name, schedule.num_stages, 2), schedule)
+    _, pipe = recorded(group, name, schedule, 2)
     for number, rows in enumerate(sizes):
         model = model_of(name, schedule.num_stages, rows)
         params = pipe.local([scaled(part, 1 + number / 9) for part in model.params])
@@ -84,8 +135,7 @@ def step_without_batch(
     group: Group, schedule: Schedule, rows: int, given: Collection[int]
 ) -> list[Any]:
     """Only the ranks in `given` pass the batch."""
-    model = model_of("gpt", schedule.num_stages, rows)
-    pipe = pipeline(group, model, schedule)
+    model, pipe = recorded(group, "gpt", schedule, rows)
     batch = model.batch if group is None or group.rank() in given else None
     params = pipe.local(model.params)
     return [pipe.step(params, batch), pipe.step(params, batch), pipe.value(params, batch)]
@@ -93,19 +143,15 @@ def step_without_batch(
 
 def two_pipelines(group: Group, first: Schedule, second: Schedule) -> list[Any]:
     """Two pipelines of other models over one group, in turn."""
-    models = [model_of("mlp", first.num_stages, 6), model_of("gpt", second.num_stages, 4)]
-    pipes = [pipeline(group, m, s) for m, s in zip(models, (first, second), strict=True)]
+    both = [recorded(group, "mlp", first, 6), recorded(group, "gpt", second, 4)]
     return [
-        pipe.step(pipe.local(model.params), model.batch)
-        for _ in range(2)
-        for pipe, model in zip(pipes, models, strict=True)
+        pipe.step(pipe.local(model.params), model.batch) for _ in range(2) for model, pipe in both
     ]
 
 
 def changing_parameters(group: Group, schedule: Schedule) -> list[Any]:
     """The parameters of the last stage, and so of one rank alone, take another shape and back."""
-    model = model_of("mlp", schedule.num_stages, 6)
-    pipe = pipeline(group, model, schedule)
+    model, pipe = recorded(group, "mlp", schedule, 6)
     wide = {"w": model.params[-1]["w"], "b": model.params[-1]["b"].expand(2, 1, 3)}
     results = []
     for last in (model.params[-1], wide, model.params[-1], wide):
@@ -151,8 +197,7 @@ def hold_outputs(group: dist.ProcessGroup) -> tuple[Tensor, Tensor] | None:
 
 def sent_before_waiting(group: dist.ProcessGroup, schedule: Schedule, rows: int) -> int:
     """How many messages a rank has on their way to another at one time, at most."""
-    model = model_of("mlp", schedule.num_stages, rows)
-    pipe = pipeline(group, model, schedule)
+    model, pipe = recorded(group, "mlp", schedule, rows)
     program = pipe.programs(pipe.local(model.params), model.batch)[group.rank()]
     on_their_way, most = 0, 0
     for instruction in program.instructions:
@@ -250,8 +295,7 @@ def generators(group: dist.ProcessGroup, schedule: Schedule, recorder: int) -> l
 
 def programs_and_step(group: dist.ProcessGroup) -> list[Outcome]:
     """Rank 1 asks for programs where the other steps; then both step."""
-    model = model_of("mlp", 2, 6)
-    pipe = pipeline(group, model, fpipe.schedules.gpipe(ranks=2, microbatches=2))
+    model, pipe = recorded(group, "mlp", fpipe.schedules.gpipe(ranks=2, microbatches=2), 6)
     params = pipe.local(model.params)
     call = pipe.programs if group.rank() == 1 else pipe.step
     return [
@@ -262,8 +306,7 @@ def programs_and_step(group: dist.ProcessGroup) -> list[Outcome]:
 
 def without_data(group: dist.ProcessGroup) -> list[Outcome]:
     """Rank 1 passes shapes in place of its parameters, then of the batch; then numbers."""
-    model = model_of("mlp", 2, 6)
-    pipe = pipeline(group, model, fpipe.schedules.gpipe(ranks=2, microbatches=2))
+    model, pipe = recorded(group, "mlp", fpipe.schedules.gpipe(ranks=2, microbatches=2), 6)
     params = pipe.local(model.params)
     empty, bare = params, model.batch
     if group.rank() == 1:
@@ -274,8 +317,7 @@ def without_data(group: dist.ProcessGroup) -> list[Outcome]:
 
 def one_records(group: dist.ProcessGroup, schedule: Schedule, recorder: int) -> list[list[str]]:
     """The actions of each rank in a timeline that one rank alone records, of a second step."""
-    model = model_of("mlp", schedule.num_stages, 2 * schedule.num_microbatches)
-    pipe = pipeline(group, model, schedule)
+    model, pipe = recorded(group, "mlp", schedule, 2 * schedule.num_microbatches)
     params = pipe.local(model.params)
     pipe.step(params, model.batch)
     if group.rank() != recorder:
@@ -289,8 +331,7 @@ def one_records(group: dist.ProcessGroup, schedule: Schedule, recorder: int) -> 
 
 def profiled(group: Group, schedule: Schedule) -> list[str]:
     """The labels that a profiler shows of a step, in order."""
-    model = model_of("mlp", schedule.num_stages, 2 * schedule.num_microbatches)
-    pipe = pipeline(group, model, schedule)
+    model, pipe = recorded(group, "mlp", schedule, 2 * schedule.num_microbatches)
     params = pipe.local(model.params)
     pipe.step(params, model.batch)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -309,8 +350,7 @@ def with_default_device(group: Group, name: str, schedule: Schedule, rows: int) 
 
 def norms(group: Group, schedule: Schedule, dtype: torch.dtype) -> list[Any]:
     """A step's gradients, their norm, and what clipping to half of it makes of them."""
-    model = model_of("mlp", schedule.num_stages, 6, dtype)
-    pipe = pipeline(group, model, schedule)
+    model, pipe = recorded(group, "mlp", schedule, 6, dtype)
     loss, grads = pipe.step(pipe.local(model.params), model.batch)
     with fpipe.use(pipe):
         norm = fpipe.global_norm(grads)
@@ -328,8 +368,7 @@ def norms(group: Group, schedule: Schedule, dtype: torch.dtype) -> list[Any]:
 
 def norm_and_step(group: dist.ProcessGroup) -> list[Outcome]:
     """Rank 1 asks for a norm where the others step; then all of them step."""
-    model = model_of("mlp", 3, 6)
-    pipe = pipeline(group, model, fpipe.schedules.gpipe(ranks=3, microbatches=2))
+    model, pipe = recorded(group, "mlp", fpipe.schedules.gpipe(ranks=3, microbatches=2), 6)
     params = pipe.local(model.params)
 
     def step() -> Tensor:
@@ -343,8 +382,7 @@ def norm_and_step(group: dist.ProcessGroup) -> list[Outcome]:
 
 def infinite(group: dist.ProcessGroup) -> list[Any]:
     """One rank has an infinite gradient, the others none and zeros."""
-    model = model_of("mlp", 3, 6)
-    pipe = pipeline(group, model, fpipe.schedules.gpipe(ranks=3, microbatches=2))
+    _, pipe = recorded(group, "mlp", fpipe.schedules.gpipe(ranks=3, microbatches=2), 6)
     own = [None, torch.zeros(2), torch.tensor([1.0, torch.inf])][group.rank()]
     grads, norm = fpipe.clip_by_global_norm([own], 1.0, pipe=pipe)
     part = attempt(fpipe.global_norm, pipe.local([own] * 3))

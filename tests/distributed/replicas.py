@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
@@ -27,7 +28,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 import fpipe
-from benchmarks.tensor_parallel import model as gpt
 from fpipe import Schedule, dtensors, pytree
 from fpipe.program import async_collectives
 from fpipe.program.program import Compute
@@ -65,7 +65,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
-def parameters(stages: int, hidden: int = 5) -> list[Any]:
+def parameters(stages: int, hidden: int = 5, width: int = 3) -> list[Any]:
     """The same on every process."""
     generator = torch.Generator().manual_seed(1)
 
@@ -73,13 +73,18 @@ def parameters(stages: int, hidden: int = 5) -> list[Any]:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     return [
-        {"into": rand(3, hidden), "bias": rand(hidden), "out": rand(hidden, 3), "scale": rand()}
+        {
+            "into": rand(width, hidden),
+            "bias": rand(hidden),
+            "out": rand(hidden, width),
+            "scale": rand(),
+        }
         for _ in range(stages)
     ]
 
 
-def data(rows: int = ROWS) -> Tensor:
-    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+def data(width: int = 3) -> Tensor:
+    return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
 def alone(schedule: Schedule, reduction: str, batch: Tensor) -> fpipe.Step:
@@ -128,6 +133,31 @@ def check_step(
         assert_same(whole(grads[number]), expected.grads[number])
 
 
+@cache
+def recorded(
+    mesh: DeviceMesh,
+    dims: tuple[str, ...],
+    stages: int,
+    reduction: str = "mean",
+    **options: Any,
+) -> fpipe.Pipeline:
+    """A pipeline whose recordings all schedules of so many stages share, from call to call."""
+    ranks = mesh["pp"].size()
+    schedule = fpipe.schedules.looped_bfs(
+        ranks=ranks, microbatches=4, stages_per_rank=stages // ranks
+    )
+    return fpipe.pipeline(
+        [stage] * stages,
+        LOSSES[reduction],
+        schedule,
+        mesh=mesh,
+        data=list(dims) if len(dims) > 1 else dims[0],
+        reduction=reduction,
+        compile=False,
+        **options,
+    )
+
+
 def steps(
     group: Any,
     schedule: Schedule,
@@ -144,16 +174,8 @@ def steps(
     batch = data()
     expected = alone(schedule, reduction, batch)
     own = rows_of(mesh, dims, batch, sizes)
-    plain = fpipe.pipeline(
-        [stage] * schedule.num_stages,
-        LOSSES[reduction],
-        schedule,
-        mesh=mesh,
-        data=dims if len(dims) > 1 else dims[0],
-        reduction=reduction,
-        compile=False,
-        **(options or {}),
-    )
+    first = recorded(mesh, tuple(dims), schedule.num_stages, reduction, **options or {})
+    plain = first.with_schedule(schedule)
     given = plain.local(parameters(schedule.num_stages))
     stages = schedule.stages_of(plain.rank or 0)
     done = 0
@@ -198,6 +220,9 @@ def token_sum(logits: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
     return (losses * weights.flatten()).sum(), weights.sum()
 
 
+TOKEN_LOSSES: dict[str, Callable[..., Any]] = {"mean": token_loss, "weighted": token_sum}
+
+
 def tied_module() -> Tied:
     torch.manual_seed(3)
     return Tied().double()
@@ -207,27 +232,33 @@ def tokens(rows: int = ROWS) -> dict[str, Tensor]:
     return {"tokens": torch.randint(7, (rows, 5), generator=torch.Generator().manual_seed(4))}
 
 
+@cache
+def recorded_module(mesh: DeviceMesh, schedule: Schedule, reduction: str) -> fpipe.ModulePipeline:
+    """The pipeline of `Tied`, which keeps its recordings from call to call."""
+    return fpipe.from_module(
+        tied_module(),
+        schedule=schedule,
+        cuts=["base.0", "base.1", "base.2"],
+        loss=TOKEN_LOSSES[reduction],
+        mesh=mesh,
+        data="dp",
+        reduction=reduction,
+        compile=False,
+    )
+
+
 def module_steps(
     group: Any, schedule: Schedule, policies: Sequence[Any], reduction: str, sizes: Sequence[int]
 ) -> None:
     """Steps of a module under each policy, beside plain autograd on all rows."""
     mesh = mesh_of((2, 2), ("dp", "pp"))
     module, batch = tied_module(), tokens()
-    loss = token_sum if reduction == "weighted" else token_loss
+    loss = TOKEN_LOSSES[reduction]
     found: Any = loss(module(**batch), batch)
     value = found[0] / found[1] if reduction == "weighted" else found
     value.backward()
     own = {"tokens": rows_of(mesh, ["dp"], batch["tokens"], sizes)}
-    plain = fpipe.from_module(
-        module,
-        schedule=schedule,
-        cuts=["base.0", "base.1", "base.2"],
-        loss=loss,
-        mesh=mesh,
-        data="dp",
-        reduction=reduction,
-        compile=False,
-    )
+    plain = recorded_module(mesh, schedule, reduction)
     for policy in policies:
         pipe = plain if policy is None else plain.with_schedule(schedule.sharded(*policy))
         held = pipe.place(dict(module.named_parameters()), own)
@@ -300,24 +331,21 @@ def states(group: Any, kind: str, sizes: Sequence[int], microbatches: int) -> An
     return pipe.step(params, state, rows_of(mesh, ["dp"], data(), sizes)).state
 
 
-def trained(group: Any, cases: Sequence[tuple[bool, float | None]]) -> list[list[Any]]:
-    """Loss, norm and whole parameters after steps of an optimizer over replicas.
+def trained(group: Any, cases: Sequence[bool], max_norm: float) -> list[list[Any]]:
+    """Loss, norm and whole parameters after clipped steps of an optimizer over replicas.
 
-    One for each of `cases`: whether parameters are divided, and the norm to which gradients are
-    clipped.
+    One for each of `cases`: whether parameters are divided.
     """
     mesh = mesh_of((2, 2), ("dp", "pp"))
-    schedule = fpipe.schedules.zbv(ranks=2, microbatches=4)
-    options: dict[str, Any] = {"mesh": mesh, "data": "dp", "compile": False}
-    pipe = fpipe.pipeline([stage] * 4, mean_square, schedule, **options)
+    pipe = recorded(mesh, ("dp",), 4).with_schedule(fpipe.schedules.zbv(ranks=2, microbatches=4))
     held, batch = pipe.local(parameters(4)), rows_of(mesh, ["dp"], data())
     return [
         train(pipe, pipe.shard(held) if divided else pipe.replicate(held), batch, max_norm)
-        for divided, max_norm in cases
+        for divided in cases
     ]
 
 
-def train(pipe: fpipe.Pipeline, params: Any, batch: Any, max_norm: float | None) -> list[Any]:
+def train(pipe: fpipe.Pipeline, params: Any, batch: Any, max_norm: float) -> list[Any]:
     """Three steps of AdamW."""
     trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1, max_norm=max_norm)
     state = trainer.init(params)
@@ -331,7 +359,7 @@ def profiled(group: Any) -> tuple[fpipe.Cost, fpipe.Cost, list[str]]:
     """Costs of divided and of plain stages, and what a recorded step shows of rank 0."""
     mesh = mesh_of((2, 2), ("dp", "pp"))
     schedule = fpipe.schedules.interleaved_1f1b(ranks=2, microbatches=4, stages_per_rank=2)
-    pipe = fpipe.pipeline([stage] * 4, mean_square, schedule, mesh=mesh, data="dp", compile=False)
+    pipe = recorded(mesh, ("dp",), 4).with_schedule(schedule)
     given = pipe.local(parameters(4))
     batch = rows_of(mesh, ["dp"], data())
     divided = pipe.shard(given)
@@ -362,30 +390,22 @@ class Unseen(async_collectives.UnderWay):
         return result
 
 
-def memory(group: Any, policies: Sequence[tuple[Any, Any]], width: int) -> list[tuple[int, int]]:
-    """The planned peak of a step of the GPT of the benchmarks, and the measured one, in bytes.
+def memory(
+    group: Any, policies: Sequence[tuple[Any, Any]], hidden: int, width: int
+) -> list[tuple[int, int]]:
+    """The planned peak of a step of stages that are so wide, and the measured one, in bytes.
 
-    One pair for each policy; all share a trace.
+    One pair for each policy.
     """
     mesh = mesh_of((2, 2), ("dp", "pp"))
     schedule = fpipe.schedules.interleaved_1f1b(ranks=2, microbatches=4, stages_per_rank=2)
-    stages = gpt.make_stages(schedule.num_stages, width, 8, 4)
-    whole_step = fpipe.pipeline(
-        [gpt.stage_function(stage) for stage in stages],
-        gpt.batch_loss,
-        schedule,
-        mesh=mesh,
-        data="dp",
-        compile=False,
-    )
-    params = whole_step.shard(
-        whole_step.local([dict(stage.named_parameters()) for stage in stages])
-    )
-    batch = gpt.make_batch(8, 32, mesh.get_local_rank("dp"), 2)
-    held = [*pytree.flatten(params)[0], *batch.values()]
+    first = recorded(mesh, ("dp",), schedule.num_stages)
+    params = first.shard(first.with_schedule(schedule).local(parameters(4, hidden, width)))
+    batch = rows_of(mesh, ["dp"], data(width))
+    held = [*pytree.flatten(params)[0], batch]
     peaks = []
     for policy in policies:
-        pipe = whole_step.with_schedule(schedule.sharded(*policy))
+        pipe = first.with_schedule(schedule.sharded(*policy))
         pipe.step(params, batch)
         program = pipe.programs(params, batch)[pipe.rank or 0]
         with patch("fpipe.program.async_collectives.UnderWay", Unseen), Meter(held) as meter:
@@ -434,30 +454,30 @@ def three_dimensional(group: Any, policies: Sequence[Any]) -> int:
     """Replicas of a pipeline whose layers are divided too; returns how many gradients it saw."""
     mesh = mesh_of((2, 2, 2), ("dp", "pp", "tp"))
     torch.manual_seed(0)
-    whole, module = (
-        nn.Sequential(nn.Embedding(8, 4), Perceptron(), Perceptron()).double() for _ in range(2)
-    )
+    whole, module = (nn.Sequential(Perceptron(), Perceptron()).double() for _ in range(2))
     module.load_state_dict(whole.state_dict())
     by_position, undivided = Shard(1), Replicate()
     plan: dict[str, ParallelStyle] = {
-        "0": RowwiseParallel(input_layouts=undivided, output_layouts=by_position),
+        "0": PrepareModuleInput(
+            input_layouts=undivided, desired_input_layouts=by_position, use_local_output=True
+        ),
         "*.norm": SequenceParallel(),
         "*.up": ColwiseParallel(input_layouts=by_position),
         "*.down": RowwiseParallel(output_layouts=by_position),
-        "2": PrepareModuleOutput(
+        "1": PrepareModuleOutput(
             output_layouts=by_position, desired_output_layouts=undivided, use_local_output=True
         ),
     }
     parallelize_module(module, mesh["tp"], plan)
-    tokens = torch.randint(8, (8, 4))
-    expected = mean_square(whole(tokens), None)
+    x = torch.randn(8, 4, 4, dtype=torch.float64)
+    expected = mean_square(whole(x), None)
     expected.backward()
-    own = tokens.split([2, 6])[mesh.get_local_rank("dp")]
+    own = x.split([2, 6])[mesh.get_local_rank("dp")]
     schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
     plain = fpipe.from_module(
         module,
         schedule=schedule,
-        cuts=["1"],
+        cuts=["0"],
         loss=mean_square,
         mesh=mesh,
         data="dp",

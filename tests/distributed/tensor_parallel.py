@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,10 +68,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A transformer written by hand."""
 
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.blocks = nn.ModuleList([Block()])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
@@ -82,7 +83,7 @@ class GPT(nn.Module):
         return y
 
 
-def sequence_parallel(module: nn.Module, mesh: DeviceMesh, layers: int = 2) -> None:
+def sequence_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
     """Divide a `GPT` by heads and columns, and between them by positions."""
     by_position, whole = Shard(1), Replicate()
     plan: dict[str, ParallelStyle] = {
@@ -92,23 +93,45 @@ def sequence_parallel(module: nn.Module, mesh: DeviceMesh, layers: int = 2) -> N
             input_layouts=by_position, output_layouts=Shard(-1), use_local_output=False
         ),
     }
-    for i in range(layers):
-        block = f"blocks.{i}."
-        plan |= {
-            block + "norm1": SequenceParallel(),
-            block + "norm2": SequenceParallel(),
-            block + "attention": PrepareModuleInput(
-                input_layouts=(by_position,), desired_input_layouts=(whole,)
-            ),
-            **{block + f"attention.{name}": ColwiseParallel() for name in "qkv"},
-            block + "attention.o": RowwiseParallel(output_layouts=by_position),
-            block + "up": ColwiseParallel(input_layouts=by_position),
-            block + "down": RowwiseParallel(output_layouts=by_position),
-        }
+    block = "blocks.0."
+    plan |= {
+        block + "norm1": SequenceParallel(),
+        block + "norm2": SequenceParallel(),
+        block + "attention": PrepareModuleInput(
+            input_layouts=(by_position,), desired_input_layouts=(whole,)
+        ),
+        **{block + f"attention.{name}": ColwiseParallel() for name in "qkv"},
+        block + "attention.o": RowwiseParallel(output_layouts=by_position),
+        block + "up": ColwiseParallel(input_layouts=by_position),
+        block + "down": RowwiseParallel(output_layouts=by_position),
+    }
     parallelize_module(module, mesh, plan)
 
 
-def llama(layers: int = 2) -> nn.Module:
+class Ends(nn.Module):
+    """What stands around the layers, and takes the fewest kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y: Tensor = self.head(self.embed(tokens))
+        return y
+
+
+def at_both_ends(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide `Ends` by rows and columns, and between them by positions."""
+    by_position, whole = Shard(1), Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "embed": RowwiseParallel(input_layouts=whole, output_layouts=by_position),
+        "head": ColwiseParallel(input_layouts=by_position, output_layouts=whole),
+    }
+    parallelize_module(module, mesh, plan)
+
+
+def llama() -> nn.Module:
     """A Llama of Hugging Face, as it comes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -116,7 +139,7 @@ def llama(layers: int = 2) -> nn.Module:
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
-        num_hidden_layers=layers,
+        num_hidden_layers=1,
         num_attention_heads=HEADS,
         num_key_value_heads=2,
         use_cache=False,
@@ -126,29 +149,30 @@ def llama(layers: int = 2) -> nn.Module:
     return module
 
 
-def by_columns_and_rows(module: nn.Module, mesh: DeviceMesh, layers: int = 2) -> None:
+def by_columns_and_rows(module: nn.Module, mesh: DeviceMesh) -> None:
     """Divide a Llama by heads and columns."""
     whole = Replicate()
     plan: dict[str, ParallelStyle] = {
         "lm_head": ColwiseParallel(output_layouts=whole),
         "model.embed_tokens": RowwiseParallel(input_layouts=whole),
     }
-    for i in range(layers):
-        layer = f"model.layers.{i}."
-        columns = [f"self_attn.{name}_proj" for name in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
-        plan |= {layer + name: ColwiseParallel() for name in columns}
-        plan |= {layer + name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    layer = "model.layers.0."
+    columns = [f"self_attn.{name}_proj" for name in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
+    plan |= {layer + name: ColwiseParallel() for name in columns}
+    plan |= {layer + name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
     parallelize_module(module, mesh, plan)
 
 
 MODELS: dict[str, Any] = {
-    "gpt": (GPT, sequence_parallel, ["embed", "blocks.0", "blocks.1"]),
+    "gpt": (GPT, sequence_parallel, ["embed", "blocks.0.attention", "blocks.0"]),
     "llama": (
         llama,
         by_columns_and_rows,
-        ["model.embed_tokens", "model.layers.0", "model.layers.1"],
+        ["model.embed_tokens", "model.layers.0.self_attn.o_proj", "model.layers.0"],
     ),
+    "ends": (Ends, at_both_ends, ["embed"]),
 }
+"""How each is made and divided, and where it is cut into four stages, or into two."""
 
 
 def surprise(output: Any, batch: Any) -> Tensor:
@@ -157,33 +181,34 @@ def surprise(output: Any, batch: Any) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
-def make(
-    kind: str, dims: tuple[str, ...], layers: int = 2
-) -> tuple[nn.Module, nn.Module, DeviceMesh, Any]:
+def make(kind: str, dims: tuple[str, ...]) -> tuple[nn.Module, nn.Module, DeviceMesh, Any]:
     """A whole module, one that is divided over ``"tp"``, the mesh, and a batch."""
     mesh = mesh_of((2, 2), dims)
     build, divide, _ = MODELS[kind]
     torch.manual_seed(0)
-    whole, module = build(layers).double(), build(layers).double()
+    whole, module = build().double(), build().double()
     module.load_state_dict(whole.state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, that the mesh is a slice
-        divide(module, mesh["tp"], layers)
+        divide(module, mesh["tp"])
     tokens = torch.randint(0, VOCABULARY, (4, 8))
-    name = "tokens" if kind == "gpt" else "input_ids"
+    name = "input_ids" if kind == "llama" else "tokens"
     return whole, module, mesh, {name: tokens, "labels": tokens.roll(-1, 1)}
 
 
-def pipeline(
-    kind: str, module: nn.Module, schedule: Schedule, layers: int = 2, **options: Any
-) -> Any:
-    """A pipeline of four stages or of two; each stage of two has one of two layers.
-
-    The first stage has no layer where there is one, or none.
-    """
+def pipeline(kind: str, module: nn.Module, schedule: Schedule, **options: Any) -> Any:
+    """A pipeline of four stages, or of two, which meet in the layer if there is one."""
     cuts = MODELS[kind][2]
-    chosen = cuts if schedule.num_stages == 4 else [cuts[max(layers - 1, 0)]]
+    chosen = cuts if schedule.num_stages == 4 else [cuts[len(cuts) // 2]]
     return fpipe.from_module(module, schedule=schedule, cuts=chosen, loss=surprise, **options)
+
+
+@cache
+def recorded(kind: str, dims: tuple[str, ...], stages: int, **options: Any) -> Any:
+    """A pipeline whose recordings all schedules of so many stages share, from call to call."""
+    _, module, mesh, _ = make(kind, dims)
+    schedule = schedules.looped_bfs(ranks=2, microbatches=2, stages_per_rank=stages // 2)
+    return pipeline(kind, module, schedule, mesh=mesh, **options)
 
 
 def errors(
@@ -191,7 +216,6 @@ def errors(
     kind: str,
     dims: tuple[str, ...],
     families: Sequence[str],
-    layers: int,
     options: dict[str, Any],
 ) -> list[tuple[str, float, float, int, list[Any]]]:
     """How far loss and gradients are from those of the whole module, and how many there are.
@@ -199,21 +223,17 @@ def errors(
     And the collectives of a step over this process's part of ``"tp"``, of each of its processes.
     Once for each of `families`; those of as many stages share what is traced.
     """
-    whole, module, mesh, batch = make(kind, dims, layers)
+    whole, module, mesh, batch = make(kind, dims)
     params = dict(module.named_parameters())
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     expected = surprise(whole(**inputs), batch)
     expected.backward()
-    pipes: dict[int, Any] = {}
     results = []
     for family in families:
         # Waves of more microbatches are in each other's way.
         schedule = schedules.get(family, ranks=2, microbatches=4 if family == "zbv" else 2)
-        if schedule.num_stages not in pipes:
-            pipes[schedule.num_stages] = pipeline(
-                kind, module, schedule, layers, mesh=mesh, **{"compile": False} | options
-            )
-        pipe = pipes[schedule.num_stages].with_schedule(schedule)
+        first = recorded(kind, dims, schedule.num_stages, **{"compile": False} | options)
+        pipe = first.with_schedule(schedule)
         with loss_parallel():
             loss, grads = pipe.step(params, batch)
             collectives = _Collectives()  # of compiled stages they cannot be seen
@@ -243,9 +263,10 @@ def errors(
 
 def trained(group: Any, dims: tuple[str, ...], steps: int = 2) -> dict[str, Any]:
     """Norms and parameters after clipped steps, beside those of the whole module in one process."""
-    whole, module, mesh, batch = make("gpt", dims, layers=1)
-    schedule = schedules.zb_h1(ranks=2, microbatches=2)
-    pipe = pipeline("gpt", module, schedule, layers=1, mesh=mesh, compile=False)
+    whole, module, _, batch = make("gpt", dims)
+    pipe = recorded("gpt", dims, 2, compile=False).with_schedule(
+        schedules.zb_h1(ranks=2, microbatches=2)
+    )
     trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1, max_norm=0.1)
     params: dict[str, Any] = dict(module.named_parameters())
     state = trainer.init(params)
@@ -267,7 +288,7 @@ def trained(group: Any, dims: tuple[str, ...], steps: int = 2) -> dict[str, Any]
     moments = pipe.own({name: (own or {}).get("exp_avg") for name, own in state.moments.items()})
     placed = all(moments[name].placements == value.placements for name, value in own.items())
     pipe.load_into(module, params)
-    target = GPT(layers=1).double()
+    target = GPT().double()
     pipe.load_into(target, params)
     loaded = max(
         (value - expected_params[name]).abs().max().item()
@@ -285,9 +306,9 @@ def saved(group: Any, path: str) -> list[Any]:
     """Parameters that were drawn over the mesh, saved, and read again."""
     import torch.distributed.checkpoint as dcp
 
-    whole, module, mesh, batch = make("gpt", ("pp", "tp"), layers=1)
+    whole, _, _, batch = make("gpt", ("pp", "tp"))
     schedule = schedules.zb_h1(ranks=2, microbatches=2)
-    pipe = pipeline("gpt", module, schedule, layers=1, mesh=mesh, compile=False)
+    pipe = recorded("gpt", ("pp", "tp"), 2, compile=False).with_schedule(schedule)
 
     def normal(key: Tensor, name: str, like: Tensor) -> Tensor:
         return fpipe.random.normal(key, tuple(like.shape), like.dtype)
@@ -297,7 +318,7 @@ def saved(group: Any, path: str) -> list[Any]:
         params = pipe.init(normal, fpipe.random.key(0), example)
     dcp.save(dict(pipe.own(params)), checkpoint_id=path)
     again = pipe.load(path, example)
-    alone = pipeline("gpt", whole, schedule, layers=1, compile=False)
+    alone = pipeline("gpt", whole, schedule, compile=False)
     drawn = alone.init(normal, fpipe.random.key(0))
     read = alone.load(path)
     results = []

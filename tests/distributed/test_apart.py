@@ -55,8 +55,7 @@ REFUSED: dict[str, Callable[[fpipe.Pipeline, Any, Any], None]] = {
 
 def refused_apart(group: dist.ProcessGroup, how: str, who: list[int]) -> list[Outcome]:
     """Values of five batches; some ranks make a call of the second that is refused, and go on."""
-    model = actors.model_of("mlp", 2, 6)
-    pipe = actors.pipeline(group, model, SCHEDULE)
+    model, pipe = actors.recorded(group, "mlp", SCHEDULE, 6)
     params = pipe.local(model.params)
     found = []
     for number, batch in enumerate(batches(5)):
@@ -99,8 +98,7 @@ def test_a_call_that_all_ranks_refuse(crew: Crew, how: str) -> None:
 
 def left_out(group: dist.ProcessGroup) -> list[Outcome]:
     """Steps; the loader of rank 1 leaves out the third batch, and that of rank 0 the fourth."""
-    model = actors.model_of("mlp", 2, 6)
-    pipe = actors.pipeline(group, model, SCHEDULE)
+    model, pipe = actors.recorded(group, "mlp", SCHEDULE, 6)
     params = pipe.local(model.params)
     given = list(batches(6))
     del given[2 if group.rank() else 4]
@@ -126,8 +124,7 @@ def test_a_batch_that_one_rank_leaves_out(crew: Crew) -> None:
 
 def rounded(group: dist.ProcessGroup) -> list[Tensor]:
     """Batches that ranks have computed to other last bits from the second on."""
-    model = actors.model_of("mlp", 2, 6)
-    pipe = actors.pipeline(group, model, SCHEDULE)
+    model, pipe = actors.recorded(group, "mlp", SCHEDULE, 6)
     params = pipe.local(model.params)
     found = []
     for number, batch in enumerate(batches(4)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,17 +16,15 @@ from fpipe.plan.plan import Latest
 from tests.custom_model import WrongWithCtx, with_cuts
 from tests.custom_model import make_batch as custom_batch
 from tests.custom_model import make_params as custom_params
-from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
+from tests.cut_model import make_batch, make_params
+from tests.distributed.actors import over, recorded_function
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical, rand
 from tests.pipeline import test_microbatches, test_read_by_size
 
 
 def step(group: dist.ProcessGroup | None, schedule: Schedule) -> fpipe.Step:
-    pipe = fpipe.pipeline(
-        language_model, schedule=schedule, in_dims=IN_DIMS, compile=False, group=group
-    )
-    return pipe.step(make_params(), make_batch(8))
+    return recorded_function(group, schedule).step(make_params(), make_batch(8))
 
 
 @pytest.mark.parametrize(
@@ -79,10 +77,20 @@ def test_backward_of_a_function_is_its_own_on_every_rank(crew: Crew) -> None:
             assert grad is None or torch.equal(grad, whole)
 
 
+@cache
+def _uneven_pipe() -> fpipe.Pipeline:
+    return test_microbatches.language_pipe(schedules.gpipe(ranks=3, microbatches=1))
+
+
+def uneven_pipe(group: dist.ProcessGroup | None) -> fpipe.Pipeline:
+    """Of microbatches of several lengths; those of a process share their recordings."""
+    return over(_uneven_pipe(), schedules.zb_h1(ranks=3, microbatches=4), group)
+
+
 def uneven_step(group: dist.ProcessGroup | None, turn: bool) -> list[Any]:
     """A step on microbatches of several lengths, which the last rank may take in another order."""
     lengths = test_microbatches
-    pipe = lengths.language_pipe(schedules.zb_h1(ranks=3, microbatches=4), group)
+    pipe = uneven_pipe(group)
     parts = lengths.make_parts()
     batch = fpipe.Microbatches(parts[::-1] if turn and pipe.rank in (None, 2) else parts)
     step = pipe.step(lengths.make_params(), batch)
@@ -111,7 +119,7 @@ def test_microbatches_in_another_order_on_one_rank(crew: Crew) -> None:
 def many_orders(group: dist.ProcessGroup | None) -> list[Tensor]:
     """Losses of microbatches in many orders, with room for two plans, after calls that fail."""
     lengths = test_microbatches
-    pipe = lengths.language_pipe(schedules.zb_h1(ranks=3, microbatches=4), group)
+    pipe = uneven_pipe(group)
     controller: Any = pipe._engine._controller
     if group is not None:
         controller._calls._agreed = Latest(2)

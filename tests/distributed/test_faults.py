@@ -432,8 +432,7 @@ def test_a_rank_is_suspected_while_it_is_waited_for(monkeypatch: pytest.MonkeyPa
 
 def step_in_a_fork(group: dist.ProcessGroup) -> tuple[str, int, list[Outcome]]:
     """What a step of a forked process raises, and a step of this one after that."""
-    model = actors.model_of("mlp", 2, 6)
-    pipe = actors.pipeline(group, model, schedules.gpipe(ranks=2, microbatches=2))
+    model, pipe = actors.recorded(group, "mlp", schedules.gpipe(ranks=2, microbatches=2), 6)
 
     def step() -> Any:
         return pipe.step(pipe.local(model.params), model.batch).loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from fpipe import Schedule, pytree, random, schedules
 from fpipe.checkpoint import checkpoint_files
 from fpipe.nn import buffers_of, state_of
 from tests import keyed_model, state_model
+from tests.distributed.actors import over, recorded_module
 from tests.distributed.crew import Crew, mesh_of, values
 from tests.models import assert_identical, mlp
 from tests.modules import normed
@@ -31,14 +32,18 @@ def normal(key: Tensor, name: str, like: Tensor) -> Tensor:
     return random.normal(key, like.shape, like.dtype)
 
 
-def weightless(group: Group, schedule: Schedule) -> fpipe.ModulePipeline:
-    """Of a module without weights."""
+@cache
+def _weightless() -> fpipe.ModulePipeline:
     with torch.device("meta"):
         module = LanguageModel().double()
     buffers = {"mask": language_model().mask}
-    return fpipe.from_module(
-        module, schedule=schedule, cuts=CUTS, buffers=buffers, compile=False, group=group
-    )
+    schedule = schedules.gpipe(ranks=4, microbatches=1)
+    return fpipe.from_module(module, schedule=schedule, cuts=CUTS, buffers=buffers, compile=False)
+
+
+def weightless(group: Group, schedule: Schedule) -> fpipe.ModulePipeline:
+    """Of a module without weights; those of a process share their recordings."""
+    return over(_weightless(), schedule, group)
 
 
 class Trained(NamedTuple):
@@ -90,8 +95,7 @@ def optimised(
 
     Each process that is one of a group saves its own at the end.
     """
-    module, batch = language_model(), token_batch()
-    pipe = fpipe.from_module(module, schedule=schedule, cuts=CUTS, compile=False, group=group)
+    module, batch, pipe = language_model(), token_batch(), recorded_module(group, schedule)
     params: dict[str, Tensor] = dict(module.named_parameters())
     if resume:
         params = pipe.load(folder / "params", batch)
@@ -138,8 +142,7 @@ def test_a_run_goes_on_on_another_number_of_processes(crew: Crew, tmp_path: Path
 
 def placed(group: Group, schedule: Schedule) -> tuple[set[str], set[str], fpipe.Step]:
     """The names of what a process keeps of all parameters, and of what it does not, and a step."""
-    module, batch = language_model(), token_batch()
-    pipe = fpipe.from_module(module, schedule=schedule, cuts=CUTS, compile=False, group=group)
+    module, batch, pipe = language_model(), token_batch(), recorded_module(group, schedule)
     whole = dict(module.named_parameters())
     params = pipe.place(whole, batch)
     bare = {name for name, p in params.items() if p.is_meta}
@@ -149,10 +152,10 @@ def placed(group: Group, schedule: Schedule) -> tuple[set[str], set[str], fpipe.
 
 
 def test_parameters_that_are_there_are_placed(crew: Crew) -> None:
-    schedule = schedules.one_f_one_b(ranks=4, microbatches=4)
+    schedule = schedules.interleaved_1f1b(ranks=2, microbatches=4)
     _, none, expected = placed(None, schedule)
     assert not none
-    for own, bare, (loss, grads) in values(crew.run(placed, schedule, ranks=range(4))):
+    for own, bare, (loss, grads) in values(crew.run(placed, schedule, ranks=range(2))):
         assert own and bare and own | bare == grads.keys() and not own & bare
         assert_identical(loss, expected.loss)
         for name in own:

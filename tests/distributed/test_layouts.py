@@ -28,15 +28,8 @@ def replicated(shape: tuple[int, int]) -> fpipe.Pipeline:
     family = "one_f_one_b" if ranks == STAGES else "interleaved_1f1b"
     options: Any = {} if ranks == STAGES else {"stages_per_rank": STAGES // ranks}
     schedule = schedules.get(family, ranks=ranks, microbatches=4, **options)
-    mesh = mesh_of(shape, ("dp", "pp"))
-    return fpipe.pipeline(
-        [replicas.stage] * STAGES,
-        replicas.mean_square,
-        schedule,
-        mesh=mesh,
-        data="dp",
-        compile=False,
-    )
+    first = replicas.recorded(mesh_of(shape, ("dp", "pp")), ("dp",), STAGES)
+    return first.with_schedule(schedule)
 
 
 def saved_layout(group: Group, path: str, writer: str) -> Any:

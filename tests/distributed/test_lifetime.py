@@ -87,7 +87,7 @@ def held_after_lengths(group: dist.ProcessGroup) -> tuple[int, int]:
         leaves = [o for o in gc.get_objects() if type(o) is Tensor]  # no abstract one
         return sum(leaf.numel() for leaf in leaves if leaf.numel() > 256)
 
-    return held(512, 512), held(*range(128, 513, 64))
+    return held(512, 512), held(*range(128, 513, 128))
 
 
 def buffers_of_steps(group: dist.ProcessGroup) -> list[list[int]]:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe import Schedule, schedules
+from tests.distributed.actors import recorded_module
 from tests.distributed.crew import Crew, Outcome, attempt, mesh_of, values
 from tests.distributed.traps import DEEDS, Trap
 from tests.models import assert_identical
 from tests.modules.helpers import detached, unpipelined
-from tests.modules.models import CUTS, language_model, token_batch
+from tests.modules.models import language_model, token_batch
 
 RATE = 0.1
 
@@ -25,8 +26,7 @@ def train_module(
     group: dist.ProcessGroup | None, schedule: Schedule
 ) -> tuple[list[fpipe.Step], dict[str, Tensor]]:
     """Two steps; a rank changes only the parameters whose gradients it gets."""
-    module = language_model()
-    pipe = fpipe.from_module(module, schedule=schedule, cuts=CUTS, compile=False, group=group)
+    module, pipe = language_model(), recorded_module(group, schedule)
     # In an order of its own, which is not that in which a dict is flattened.
     params, steps = OrderedDict(reversed(detached(module).items())), []
     for _ in range(2):
@@ -198,9 +198,7 @@ def test_failure_of_a_rank_before_it_measures_is_told(
 def load_masters(group: dist.ProcessGroup, schedule: Schedule) -> tuple[Any, Any]:
     """Each rank has what it trains in another dtype, wider or narrower; then other shapes."""
     module, found = language_model(), []
-    pipe = fpipe.from_module(
-        module, schedule=schedule, cuts=["blocks.1"], compile=False, group=group
-    )
+    pipe = recorded_module(group, schedule, ["blocks.1"])
     params, batch = detached(module), token_batch()
     grads = pipe.step(params, batch).grads
     for dtype in (torch.float32, torch.float64):
@@ -249,9 +247,7 @@ def test_module_that_fits_on_one_rank_only_is_refused_on_both(crew: Crew) -> Non
 def load_shapes(group: dist.ProcessGroup, schedule: Schedule) -> tuple[Outcome, dict[str, Tensor]]:
     """Rank 1 has no data of what rank 0 reads; at first it does not know that rank 0 does."""
     module, target = language_model(), language_model()
-    pipe = fpipe.from_module(
-        module, schedule=schedule, cuts=["blocks.1"], compile=False, group=group
-    )
+    pipe = recorded_module(group, schedule, ["blocks.1"])
     params = {name: value + 1 for name, value in detached(module).items()}
     if group.rank():
         params["blocks.0.norm.bias"] = params["blocks.0.norm.bias"].to("meta")
@@ -274,12 +270,12 @@ def test_parameters_without_data_are_refused_until_it_is_known_who_has_them(crew
 
 
 def schedules_for(name: str) -> list[Schedule]:
-    """Those of two stages on two ranks; of four as well for one model, traced once more for it.
+    """Those of two stages on two ranks; for one model those of four.
 
     In one process every model has four stages (tests/modules/test_hugging_face.py).
     """
     every = [family(ranks=2, microbatches=4) for family in schedules.FAMILIES.values()]
-    return [s for s in every if s.num_stages == 2 or name == "gpt2"]
+    return [s for s in every if s.num_stages == (4 if name == "gpt2" else 2)]
 
 
 def step_on_every_schedule(group: dist.ProcessGroup, name: str) -> list[fpipe.Step]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import fpipe
 from fpipe import FpipeError, Schedule, pytree, schedules
-from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
+from tests.cut_model import make_batch, make_params
 from tests.distributed import actors
 from tests.distributed.actors import Group
 from tests.distributed.crew import Crew, attempt, values
@@ -44,9 +44,7 @@ def test_norm_and_clipping_over_ranks(crew: Crew, dtype: torch.dtype, tolerance:
 
 def shared_norm(group: Group, schedule: Schedule) -> list[Any]:
     """Norms of gradients of one function, whose ends read one table on two ranks."""
-    pipe = fpipe.pipeline(
-        language_model, schedule=schedule, in_dims=IN_DIMS, compile=False, group=group
-    )
+    pipe = actors.recorded_function(group, schedule)
     grads = pipe.step(make_params(), make_batch()).grads
     norm = fpipe.global_norm(grads, pipe=pipe)
     clipped = fpipe.clip_by_global_norm(grads, norm.item() / 2, pipe=pipe)
@@ -60,9 +58,7 @@ def shared_norm(group: Group, schedule: Schedule) -> list[Any]:
 def test_a_gradient_that_several_ranks_hold_counts_once(crew: Crew) -> None:
     schedule = schedules.one_f_one_b(ranks=4, microbatches=4)
     norm, _, table, mixed, _ = shared_norm(None, schedule)
-    grads = fpipe.pipeline(language_model, schedule=schedule, in_dims=IN_DIMS, compile=False).step(
-        make_params(), make_batch()
-    )
+    grads = actors.recorded_function(None, schedule).step(make_params(), make_batch())
     expected = torch.nn.utils.get_total_norm(pytree.flatten(grads.grads)[0])
     assert_same([norm, mixed.value], [expected, expected], 1e-12)
     for rank, part in enumerate(values(crew.run(shared_norm, schedule))):
@@ -95,8 +91,7 @@ def test_a_rank_that_steps_where_others_ask_for_a_norm(crew: Crew) -> None:
 
 def norms_refused_on_one(group: dist.ProcessGroup, schedule: Schedule) -> list[Any]:
     """Rank 1 passes what is no gradient, and rank 0 a bound that is none; then both are right."""
-    model = actors.model_of("mlp", schedule.num_stages, 6)
-    pipe = actors.pipeline(group, model, schedule)
+    model, pipe = actors.recorded(group, "mlp", schedule, 6)
     params, batch = pipe.local(model.params), model.batch
     grads = pipe.step(params, batch).grads
     norm = partial(fpipe.global_norm, pipe=pipe)

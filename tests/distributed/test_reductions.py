@@ -59,15 +59,7 @@ def errors_of_bf16(group: Group, divided: bool) -> list[float]:
     own = replicas.rows_of(mesh, ["dp"], replicas.data(), None)
     grads = []
     for reduce in (None, reductions.bf16):
-        pipe = fpipe.pipeline(
-            [replicas.stage] * 2,
-            replicas.mean_square,
-            SCHEDULE,
-            mesh=mesh,
-            data="dp",
-            compile=False,
-            reduce=reduce,
-        )
+        pipe = replicas.recorded(mesh, ("dp",), 2, reduce=reduce).with_schedule(SCHEDULE)
         params = pipe.local(replicas.parameters(2))
         placed = pipe.shard(params) if divided else pipe.replicate(params)
         found = pipe.step(placed, own).grads[pipe.rank or 0]
@@ -84,15 +76,7 @@ def test_bf16_rounds_to_eight_bits(crew: Crew, divided: bool) -> None:
 def refused_reduction(group: Group, reduce: Any) -> str:
     """The error of a step whose reduction returns something wrong."""
     mesh = mesh_of((2, 2), ("dp", "pp"))
-    pipe = fpipe.pipeline(
-        [replicas.stage] * 2,
-        replicas.mean_square,
-        SCHEDULE,
-        mesh=mesh,
-        data="dp",
-        compile=False,
-        reduce=reduce,
-    )
+    pipe = replicas.recorded(mesh, ("dp",), 2, reduce=reduce).with_schedule(SCHEDULE)
     params = pipe.shard(pipe.local(replicas.parameters(2)))
     try:
         pipe.step(params, replicas.rows_of(mesh, ["dp"], replicas.data(), None))

@@ -46,8 +46,7 @@ def kept() -> Iterator[list[str]]:
 def warned(group: Group, apart: bool) -> list[str]:
     """What is logged in two steps, the labels of rank 1 being shuffled or not."""
     assert group is not None
-    model = actors.model_of("mlp", 2, 6)
-    pipe = actors.pipeline(group, model, schedules.gpipe(ranks=2, microbatches=2))
+    model, pipe = actors.recorded(group, "mlp", schedules.gpipe(ranks=2, microbatches=2), 6)
     batch = dict(model.batch)
     if apart and group.rank() == 1:
         batch["y"] = batch["y"].flip(0)
@@ -189,8 +188,7 @@ def test_every_kind_of_leaf(leaf: Tensor) -> None:
 
 def fed_apart(group: Group) -> fpipe.Step:
     """Rank 0 has the inputs, the last rank the labels, and the one between them nothing."""
-    model = actors.model_of("mlp", 3, 6)
-    pipe = actors.pipeline(group, model, schedules.one_f_one_b(ranks=3, microbatches=2))
+    model, pipe = actors.recorded(group, "mlp", schedules.one_f_one_b(ranks=3, microbatches=2), 6)
     if group is None:
         return pipe.step(model.params, model.batch)
     reads: dict[int, str] = {0: "x", 2: "y"}

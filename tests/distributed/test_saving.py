@@ -27,8 +27,7 @@ def by_stage(parts: Any, schedule: Schedule = SCHEDULE) -> list[Any]:
 
 
 def trainer_of(group: Group, schedule: Schedule) -> tuple[Model, fpipe.Trainer]:
-    model = actors.model_of("mlp", schedule.num_stages, 8)
-    pipe = actors.pipeline(group, model, schedule)
+    model, pipe = actors.recorded(group, "mlp", schedule, 8)
     return model, fpipe.train(pipe, torch.optim.AdamW, lr=0.1)
 
 

@@ -18,10 +18,9 @@ def check_divided(
     kind: str,
     dims: tuple[str, ...],
     *families: str,
-    layers: int = 2,
     **options: Any,
 ) -> None:
-    arguments = (kind, dims, families, layers, options)
+    arguments = (kind, dims, families, options)
     parts = values(crew.run(tensor_parallel.errors, *arguments, timeout=120.0))
     assert len(parts) == 4
     for results in parts:
@@ -36,7 +35,7 @@ def check_divided(
 
 
 # With what is computed again below, each module is divided in two and in four over each order of
-# dimensions. Schedules of as many stages share a trace, which takes most of the time.
+# dimensions. Schedules of as many stages share a recording, which takes most of the time.
 @pytest.mark.parametrize(
     ("kind", "dims", "families"),
     [
@@ -48,7 +47,7 @@ def check_divided(
 def test_divided_module_has_the_gradients_of_one_process_by_collectives_in_one_order(
     crew: Crew, kind: str, dims: tuple[str, ...], families: tuple[str, ...]
 ) -> None:
-    check_divided(crew, kind, dims, *families, layers=1 if kind == "llama" else 2)
+    check_divided(crew, kind, dims, *families)
 
 
 @pytest.mark.parametrize(
@@ -57,16 +56,16 @@ def test_divided_module_has_the_gradients_of_one_process_by_collectives_in_one_o
 def test_divided_module_is_computed_again(
     crew: Crew, kind: str, dims: tuple[str, ...], family: str
 ) -> None:
-    check_divided(crew, kind, dims, family, layers=1 if kind == "gpt" else 2, remat="full")
+    check_divided(crew, kind, dims, family, remat="full")
 
 
 @pytest.mark.inductor
 def test_divided_module_is_compiled(crew: Crew) -> None:
-    """Embedding, norm and head gather, reduce and scatter; layers have the same collectives.
+    """An embedding and a head gather, reduce and scatter; layers have the same collectives.
 
     A backward that is cut in two, of layers that are divided, is compiled in `test_sharded`.
     """
-    check_divided(crew, "gpt", PP_TP, "one_f_one_b", layers=0, compile=True)
+    check_divided(crew, "ends", PP_TP, "one_f_one_b", compile=True)
 
 
 @pytest.mark.parametrize("family", ["one_f_one_b", "zb_h1"])
@@ -79,7 +78,7 @@ def test_a_dtensor_travels_between_stages_and_is_redistributed_in_one(
 
 
 def test_divided_parameters_are_trained_clipped_and_loaded(crew: Crew) -> None:
-    for part in values(crew.run(tensor_parallel.trained, TP_PP)):
+    for part in values(crew.run(tensor_parallel.trained, PP_TP)):
         assert max(part["norms"]) < 1e-12
         assert part["params"] < 1e-10
         assert part["placed"]

@@ -20,7 +20,7 @@ from fpipe.execute.watch import Watch
 from fpipe.transport import waiting
 from fpipe.transport.connect import Lines, connect, lines_of
 from fpipe.transport.waiting import Arrival, look_out
-from tests.distributed.actors import model_of, pipeline
+from tests.distributed.actors import model_of, pipeline, recorded
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical
 
@@ -59,8 +59,7 @@ def test_looks_until_it_is_there_or_patience_is_out(monkeypatch: pytest.MonkeyPa
 
 def own_channels(group: dist.ProcessGroup) -> list[Any]:
     """The channels that a step has made: their ends, and how they differ from `group`."""
-    model = model_of("mlp", 2, 4)
-    pipe = pipeline(group, model, fpipe.schedules.one_f_one_b(ranks=2, microbatches=2))
+    model, pipe = recorded(group, "mlp", fpipe.schedules.one_f_one_b(ranks=2, microbatches=2), 4)
     pipe.step(pipe.local(model.params), model.batch)
     controller: Any = pipe._engine._controller
     channels: dict[Any, Any] = controller._transports[0]._channels
@@ -118,8 +117,7 @@ def test_a_rank_that_never_comes_to_connect_is_not_waited_for_without_end() -> N
 
 def one_is_elsewhere(group: dist.ProcessGroup) -> list[str]:
     """What rank 0 logs while rank 1 takes its time before it calls the step."""
-    model = model_of("mlp", 2, 4)
-    pipe = pipeline(group, model, fpipe.schedules.one_f_one_b(ranks=2, microbatches=2))
+    model, pipe = recorded(group, "mlp", fpipe.schedules.one_f_one_b(ranks=2, microbatches=2), 4)
     params = pipe.local(model.params)
     pipe.step(params, model.batch)
     told: list[str] = []

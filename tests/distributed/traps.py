@@ -21,7 +21,7 @@ from fpipe.execute.fault import Fault
 from fpipe.execute.watch import Watch
 from fpipe.pieces.boxed import Boxed
 from fpipe.transport.group import GroupTransport
-from tests.distributed.actors import model_of, pipeline
+from tests.distributed.actors import model_of, pipeline, recorded
 from tests.distributed.crew import Outcome, attempt
 from tests.models import Model
 
@@ -92,6 +92,10 @@ class Trap:
         return call
 
 
+TRAP = Trap()
+"""What many tests compile with: in a process those of one model share their kernels."""
+
+
 def fail_once(
     group: dist.ProcessGroup,
     schedule: Schedule,
@@ -105,9 +109,8 @@ def fail_once(
         What came of the second and the third call; the value of the third is whether it returned
         what the first did.
     """
-    trap = Trap()
-    model = model_of("mlp", schedule.num_stages, 2 * schedule.num_microbatches)
-    pipe = pipeline(group, model, schedule, compile=trap, **(options or {}))
+    rows = 2 * schedule.num_microbatches
+    model, pipe = recorded(group, "mlp", schedule, rows, compile=TRAP, **(options or {}))
     params = pipe.local(model.params)
 
     def call() -> Any:
@@ -115,25 +118,23 @@ def fail_once(
 
     before = call()
     if group.rank() in traps:
-        trap.arm(*traps[group.rank()])
+        TRAP.arm(*traps[group.rank()])
     failed = attempt(call)
     failed.value = None  # where the trap lets the step end
-    trap.disarm()  # where another rank's ended it before
+    TRAP.disarm()  # where another rank's ended it before
     return [failed, attempt(lambda: same(call(), before))]
 
 
 def compute_until_told(group: dist.ProcessGroup, victim: int, at: int) -> tuple[Outcome, int]:
     """A step of GPipe in which a rank fails; returns what came of it, and how many kernels ran."""
-    trap = Trap()
     schedule = fpipe.schedules.gpipe(ranks=group.size(), microbatches=2)
-    model = model_of("mlp", schedule.num_stages, 4)
-    pipe = pipeline(group, model, schedule, compile=trap)
+    model, pipe = recorded(group, "mlp", schedule, 4, compile=TRAP)
     params = pipe.local(model.params)
     pipe.step(params, model.batch)
-    before = trap.calls
+    before = TRAP.calls
     if group.rank() == victim:
-        trap.arm("boom", at)
-    return attempt(pipe.step, params, model.batch), trap.calls - before
+        TRAP.arm("boom", at)
+    return attempt(pipe.step, params, model.batch), TRAP.calls - before
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -184,8 +185,8 @@ def raise_after_sending(group: dist.ProcessGroup, schedule: Schedule, victim: in
 def call_apart(group: dist.ProcessGroup) -> list[Outcome]:
     """Two pipelines of one kind, of which one rank calls another; then all call the same."""
     schedule = fpipe.schedules.one_f_one_b(ranks=group.size(), microbatches=2)
-    model = model_of("mlp", schedule.num_stages, 4)
-    pipes = [pipeline(group, model, schedule) for _ in range(2)]
+    both = [recorded(group, "mlp", schedule, 4) for _ in range(2)]
+    model, pipes = both[0][0], [pipe for _, pipe in both]
     params = pipes[0].local(model.params)
 
     def call(index: int) -> Tensor:
@@ -199,9 +200,8 @@ def call_apart(group: dist.ProcessGroup) -> list[Outcome]:
 def call_meanwhile(group: dist.ProcessGroup) -> list[Outcome]:
     """A call within a call, in another thread: of the same pipeline, and of one over its group."""
     schedule = fpipe.schedules.one_f_one_b(ranks=group.size(), microbatches=2)
-    model = model_of("mlp", schedule.num_stages, 4)
-    trap = Trap()
-    pipes = [pipeline(group, model, schedule, compile=trap) for _ in range(2)]
+    both = [recorded(group, "mlp", schedule, 4, compile=TRAP) for _ in range(2)]
+    model, pipes = both[0][0], [pipe for _, pipe in both]
     params = pipes[0].local(model.params)
 
     def call(index: int) -> Tensor:
@@ -216,7 +216,7 @@ def call_meanwhile(group: dist.ProcessGroup) -> list[Outcome]:
             thread.join()
 
     with patch.dict(DEEDS, meanwhile=meanwhile):
-        trap.arm("meanwhile", 1)
+        TRAP.arm("meanwhile", 1)
         return [attempt(call, 0), attempt(call, 1), *found]
 
 
@@ -376,7 +376,10 @@ def disagree(group: dist.ProcessGroup, how: str, odd: int) -> list[Outcome]:
         good = built = called = BUILT_OTHERWISE[how](good)
     elif group.rank() == odd:
         called = CALLED_OTHERWISE[how](good)
-    pipe = pipeline(group, built.model, built.schedule, **built.options)
+    if how in BUILT_OTHERWISE and group.rank() == odd:
+        pipe = pipeline(group, built.model, built.schedule, **built.options)
+    else:
+        _, pipe = recorded(group, "mlp", built.schedule, 4)
 
     def call(setting: Setting) -> Any:
         with torch.autocast("cpu", enabled=setting.autocast):
@@ -388,8 +391,7 @@ def disagree(group: dist.ProcessGroup, how: str, odd: int) -> list[Outcome]:
 
 def without_batch(group: dist.ProcessGroup, given: Sequence[int]) -> list[Outcome]:
     """Only the ranks in `given` pass the batch; then all of them do."""
-    schedule, model, *_ = usual()
-    pipe = pipeline(group, model, schedule)
+    model, pipe = recorded(group, "mlp", usual().schedule, 4)
     batch = model.batch if group.rank() in given else None
     params = pipe.local(model.params)
     return [attempt(lambda given: pipe.step(params, given).loss, b) for b in (batch, model.batch)]
