@@ -63,9 +63,9 @@ FAMILIES = {
     "experts": Family(
         "MixtralForCausalLM",
         DECODER
-        | {"num_hidden_layers": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
+        | {"num_hidden_layers": 3, "num_local_experts": 2, "num_experts_per_tok": 1}
         | {"experts_implementation": "batched_mm", "output_router_logits": True},
-        ["model.layers.0", "model.layers.1", "model.layers.2"],
+        ["model.layers.0", "model.layers.1"],
         text,
         loss=None,
     ),

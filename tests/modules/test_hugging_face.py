@@ -21,7 +21,10 @@ from tests.modules.hugging_face import (
     traced,
 )
 
-STAGES = 4
+
+def stages_of(name: str) -> int:
+    """Stages in the middle have two models: what passes through a stage of others is the same."""
+    return 4 if name in ("llama", "t5") else 2
 
 
 # Each model with several families: all have one trace, and `test_conformance` has each placement of
@@ -31,11 +34,12 @@ STAGES = 4
 )
 def test_model_equals_itself_unpipelined(name: str, family: str) -> None:
     make = fpipe.schedules.FAMILIES[family]
-    # Four stages in each family, on four ranks or on two, share one trace.
-    ranks = 8 // make(ranks=2, microbatches=4).num_stages
-    params, batch, pipe = traced(name, STAGES)
+    stages = stages_of(name)
+    # As many stages in each family, on as many ranks or on half of them, share one trace.
+    ranks = 2 * stages // make(ranks=2, microbatches=4).num_stages
+    params, batch, pipe = traced(name, stages)
     step = pipe.with_schedule(make(ranks=ranks, microbatches=4)).step(params, batch)
-    assert_equal_steps(step, expected_of(name, STAGES))
+    assert_equal_steps(step, expected_of(name, stages))
 
 
 def test_the_loss_of_the_model_itself() -> None:
@@ -49,9 +53,9 @@ def test_the_loss_of_the_model_itself() -> None:
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 def test_model_that_checkpoints_its_layers() -> None:
-    module: Any = build("mixtral", 2).train()
+    module: Any = build("llama", 2).train()
     params = detached(module)
-    batch = {name: leaf[:4] for name, leaf in batch_of("mixtral").items()}  # two equal microbatches
+    batch = {name: leaf[:4] for name, leaf in batch_of("llama").items()}  # two equal microbatches
     schedule = fpipe.schedules.gpipe(ranks=2, microbatches=2)
     expected = unpipelined(module, params, batch, cross_entropy)
     held = []

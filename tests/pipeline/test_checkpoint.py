@@ -374,7 +374,7 @@ def test_compiled() -> None:
     options: Any = {"schedule": schedules.gpipe(ranks=1, microbatches=4), "stages": 1}
     plain = checkpointed(block, **options)
     expected = plain.step(params, BATCH)
-    for name in ("not reentrant", "saves"):
-        pipe = checkpointed(BLOCKS[name], compile=True, **options)
-        torch.testing.assert_close(pipe.step(params, BATCH), expected)
-        assert max(peaks(pipe, params)) < max(peaks(plain, params))
+    # Some of it is kept, and some is computed again.
+    pipe = checkpointed(BLOCKS["saves"], compile=True, **options)
+    torch.testing.assert_close(pipe.step(params, BATCH), expected)
+    assert max(peaks(pipe, params)) < max(peaks(plain, params))

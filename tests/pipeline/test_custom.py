@@ -54,8 +54,10 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("function", [Wrong, WrongWithCtx])
-@pytest.mark.parametrize("remat", ["none", "full", "except_last"])
+@pytest.mark.parametrize(
+    ("function", "remat"),
+    [(WrongWithCtx, "none"), (Wrong, "full"), (WrongWithCtx, "full"), (Wrong, "except_last")],
+)
 def test_backward_is_the_function_s_own(function: Any, remat: Any, params: Any, batch: Any) -> None:
     loss_fn = functools.partial(with_cuts, function)
     pipe = fpipe.pipeline(loss_fn, schedule=SCHEDULES["gpipe"], compile=False, remat=remat)

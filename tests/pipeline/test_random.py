@@ -49,7 +49,7 @@ def test_result_does_not_depend_on_remat(family: str) -> None:
 @pytest.mark.inductor
 def test_compiled_result_does_not_depend_on_remat() -> None:
     """In one stage with all draws, which has the fewest kernels."""
-    schedule = schedules.one_f_one_b(ranks=1, microbatches=2)
+    schedule = schedules.one_f_one_b(ranks=1, microbatches=1)
     options: Any = {"chain": [lambda p, batch: noisy(p, dropped(p, batch))], "compile": True}
     kept, other = steps(schedule, 1, 6, **options)
     assert not kept.loss.equal(other.loss)

@@ -194,7 +194,7 @@ def convolutions(p: Any, x: Tensor) -> Tensor:
     return F.conv2d(h.to(memory_format=torch.channels_last), p["grouped"], groups=2).tanh()
 
 
-def check_convolutions(**options: Any) -> None:
+def check_convolutions(first: Any = convolutions, **options: Any) -> None:
     params = [
         {
             "wide": rand(4, 2, 3, 3).to(memory_format=torch.channels_last),
@@ -205,7 +205,7 @@ def check_convolutions(**options: Any) -> None:
         for _ in range(2)
     ]
     x = rand(4, 2, 9, 9).to(memory_format=torch.channels_last)
-    check([convolutions] * 2, params, x, lambda y, _: y.square().mean(), **options)
+    check([first, convolutions], params, x, lambda y, _: y.square().mean(), **options)
 
 
 @USES_JIT
@@ -224,7 +224,12 @@ def test_convolutions_in_any_memory_format() -> None:
 
 @pytest.mark.inductor
 def test_compiled_convolutions_in_any_memory_format() -> None:
-    check_convolutions(compile=True, microbatches=1)
+    """A value that lies by channels goes in, and its gradient comes out."""
+
+    def scaled(p: Any, x: Tensor) -> Tensor:
+        return x * p["bias"][:2, None, None]
+
+    check_convolutions(scaled, compile=True, microbatches=1)
 
 
 # ── what goes from stage to stage ───────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from fpipe import Stage, StageError, random, schedules
+from fpipe import Stage, StageError, pytree, random, schedules
 from fpipe.graph.nodes import is_view
 from fpipe.pieces import compiler
 from fpipe.pieces.boxed import in_sequence
@@ -23,6 +23,8 @@ from fpipe.pieces.piece import Piece
 from fpipe.pieces.regions import divide
 from tests.laid_out import laid_out
 from tests.models import (
+    CONTEXT,
+    WIDTH,
     Model,
     assert_identical,
     assert_same,
@@ -32,6 +34,8 @@ from tests.models import (
     gpt_embed,
     gpt_loss,
     head,
+    normed,
+    rand,
     residual,
     unpipelined,
 )
@@ -41,13 +45,19 @@ Blocks = Callable[[Sequence[Any], Any], Any]
 
 
 class Counting:
-    """A compiler that holds values to their layouts, and counts the graphs that it is given."""
+    """A compiler that holds values to their layouts.
+
+    Attributes:
+        graphs: that it was given.
+        largest: the operations of the largest of them.
+    """
 
     def __init__(self) -> None:
-        self.graphs = 0
+        self.graphs = self.largest = 0
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Tensor]) -> Any:
         self.graphs += 1
+        self.largest = max(self.largest, sum(n.op == "call_function" for n in module.graph.nodes))
         return laid_out(module, examples)
 
 
@@ -83,6 +93,35 @@ def deep(make: Callable[..., Model], layers: int, dtype: torch.dtype = torch.flo
         {"head": model.params[-1]["head"], "blocks": parts[half:]},
     ]
     return Model([first, last], model.loss, params, model.batch)
+
+
+def layer(p: Any, x: Tensor) -> Tensor:
+    """A layer with the fewest operations that is large enough for a region of its own."""
+    return x + torch.tanh(normed(p["norm"], x) @ p["up"]) @ p["down"]
+
+
+def layers_of(count: int) -> list[Any]:
+    return [
+        {
+            "norm": {"weight": 1 + rand(WIDTH) / 3, "bias": rand(WIDTH) / 3},
+            "up": rand(WIDTH, 2 * WIDTH) / 3,
+            "down": rand(2 * WIDTH, WIDTH) / 3,
+        }
+        for _ in range(count)
+    ]
+
+
+def stack(layers: int) -> Model:
+    """Two stages of so many layers."""
+
+    def stage(p: Any, x: Tensor) -> Tensor:
+        for own in p:
+            x = layer(own, x)
+        return x
+
+    params = pytree.tree_map(Tensor.float, [layers_of(layers), layers_of(layers)])
+    x = rand(4, CONTEXT, WIDTH).float()
+    return Model([stage, stage], lambda y, batch: (y - batch).square().mean(), params, x)
 
 
 def stepped(model: Model, compile: Any, schedule: str = "zb_h1", **options: Any) -> Any:
@@ -152,7 +191,7 @@ def _autocast(model: Model) -> Any:
 def test_a_step_in_another_precision_is_that_of_whole_pieces(
     step: Callable[[Model], Any], divides: Callable[[bool], None]
 ) -> None:
-    model = deep(gpt, 2, torch.float32)
+    model = stack(3)
     steps = []
     for wanted in (True, False):
         divides(wanted)
@@ -162,13 +201,13 @@ def test_a_step_in_another_precision_is_that_of_whole_pieces(
 
 def noisy_blocks(p: Any, x: Tensor, key: Tensor) -> Tensor:
     for number, own in enumerate(p):
-        x = random.dropout(random.fold_in(key, number), block(own, x), 0.3)
+        x = random.dropout(random.fold_in(key, number), layer(own, x), 0.3)
     return x
 
 
 def checkpointed(p: Any, x: Tensor, key: Tensor) -> Tensor:
     for own in p:
-        x = checkpoint(block, own, x, use_reentrant=False)
+        x = checkpoint(layer, own, x, use_reentrant=False)
     return x
 
 
@@ -176,9 +215,9 @@ def alternating(p: Any, x: Tensor, key: Tensor) -> Tensor:
     """Two kinds of layers, one after the other; a mask that all of them read."""
     mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
     for number, own in enumerate(p):
-        x = block(own, x)
+        x = layer(own, x)
         if number % 2:
-            q = x @ own["out"]
+            q = x @ own["up"]
             x = x + F.softmax((q @ q.mT).masked_fill(~mask, -1e4), -1) @ x
     return x
 
@@ -186,14 +225,14 @@ def alternating(p: Any, x: Tensor, key: Tensor) -> Tensor:
 def tied(p: Any, x: Tensor, key: Tensor) -> Tensor:
     """One layer, many times."""
     for _ in range(4):
-        x = block(p[0], x)
+        x = layer(p[0], x)
     return x
 
 
 def transposed(p: Any, x: Tensor, key: Tensor) -> Tensor:
     """Layers between which a view of a part of a value is handed on."""
     for own in p:
-        x = (block(own, x).mT @ torch.ones(x.shape[1], 2 * x.shape[1], dtype=x.dtype)).mT
+        x = (layer(own, x).mT @ torch.ones(x.shape[1], 2 * x.shape[1], dtype=x.dtype)).mT
         x = x[:, ::2]
     return x
 
@@ -212,9 +251,8 @@ def transposed(p: Any, x: Tensor, key: Tensor) -> Tensor:
 def test_layers_of_all_sorts(
     stage: Callable[..., Any], remat: str, divides: Callable[[bool], None]
 ) -> None:
-    model = gpt(4, 4)
-    blocks = [own.get("block", own) for own in model.params]
-    params = [model.params[0]["embed"], blocks, model.params[-1]["head"]]
+    model = gpt(1, 4)
+    params = [model.params[0]["embed"], layers_of(4), model.params[-1]["head"]]
     stages: list[Any] = [gpt_embed, Stage(stage, reads_key=True), head]
     found = []
     for wanted in (True, False):
@@ -222,7 +260,9 @@ def test_layers_of_all_sorts(
         schedule = schedules.zb_h1(ranks=3, microbatches=2)
         counting = Counting()
         pipe = fpipe.pipeline(stages, gpt_loss, schedule, compile=counting, remat=remat)
-        found.append((pipe.step(params, model.batch, key=random.key(1)), counting.graphs))
+        found.append(
+            (pipe.step(params, model.batch, key=random.key(1)), (counting.graphs, counting.largest))
+        )
     assert_identical(found[0][0], found[1][0])
     assert found[0][1] != found[1][1]  # it was divided
 

@@ -22,11 +22,11 @@ from fpipe import BatchError, StageError, pytree, schedules
 from tests.models import Model, apply, assert_same, conv, mlp, pipe_of, short_gpt, unpipelined
 
 TOLERANCE = 1e-9
-# The block of a GPT takes long to trace: one of them, and the V shape for the convolutions.
-MODELS: dict[str, Callable[[int], Model]] = {"gpt": short_gpt, "conv": partial(conv, 4)}
+# They take long to trace: two stages of each, and the V shape for the convolutions.
+MODELS: dict[str, Callable[[int], Model]] = {"gpt": short_gpt, "conv": partial(conv, 2)}
 SCHEDULES = {
     "gpt": schedules.zb_h1(ranks=2, microbatches=2),
-    "conv": schedules.zbv(ranks=2, microbatches=2),
+    "conv": schedules.zbv(ranks=1, microbatches=2),
 }
 
 
@@ -101,8 +101,8 @@ def test_jvp_equals_torch_func(name: str) -> None:
 
 
 def test_forward_returns_the_output_and_its_derivative() -> None:
-    model = conv(4, 5)
-    pipe = fpipe.jvp(pipe_of(model, schedules.zbv(ranks=2, microbatches=2)))
+    model = conv(2, 5)
+    pipe = fpipe.jvp(pipe_of(model, schedules.zbv(ranks=1, microbatches=2)))
     vector = vector_like(model.params)
     y, derivative = pipe.forward(
         model.params, model.batch, vector, out_dims={"logits": 0, "label": 0}
@@ -174,8 +174,8 @@ def leaves_of(value: Any) -> list[Tensor]:
 
 def test_ensemble_of_products_equals_each_product() -> None:
     """vmap and hvp in either order; a vector for each member, or one for all."""
-    model = mlp(4, 6)
-    pipe = pipe_of(model, schedules.zbv(ranks=2, microbatches=2))
+    model = mlp(2, 6)
+    pipe = pipe_of(model, schedules.zbv(ranks=1, microbatches=2))
     params = pytree.tree_map(lambda p: torch.stack([p, p * 1.1, p * 0.9]), model.params)
     vector = vector_like(model.params)
     vectors = pytree.tree_map(lambda v: torch.stack([v] * 3, -1), vector)
@@ -196,8 +196,8 @@ def test_ensemble_of_products_equals_each_product() -> None:
 
 def test_vmap_of_hvp_over_a_mapped_batch() -> None:
     """Arguments without a direction are mapped too."""
-    model = mlp(4, 6)
-    pipe = fpipe.hvp(pipe_of(model, schedules.zbv(ranks=2, microbatches=2)))
+    model = mlp(2, 6)
+    pipe = fpipe.hvp(pipe_of(model, schedules.zbv(ranks=1, microbatches=2)))
     batch = pytree.tree_map(lambda leaf: torch.stack([leaf, leaf.flip(0) * 2]), model.batch)
     vector = vector_like(model.params)
     ours = fpipe.vmap(pipe, (None, 0, None)).step(model.params, batch, vector)
