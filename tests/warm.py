@@ -59,6 +59,7 @@ def run_ranks(
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),

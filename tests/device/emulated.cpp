@@ -17,7 +17,6 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/library.h>
 
 #include <cstdlib>
 #include <mutex>
@@ -293,30 +292,31 @@ at::Scalar item(const Tensor& tensor) {
   return at::_local_scalar_dense(on_host(tensor));
 }
 
-TORCH_LIBRARY_IMPL(aten, CUDA, library) {
-  library.impl("empty.memory_format", &empty);
-  library.impl("empty_strided", &empty_strided);
-  library.impl("copy_", &copy_);
-  library.impl("_local_scalar_dense", &item);
+c10::KernelFunction computing() {
+  return c10::KernelFunction::makeFromBoxedFunction<&compute>();
 }
 
-TORCH_LIBRARY_IMPL(_, CUDA, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&compute>());
-}
-
-// One by one as well: torch decides by what is registered how it takes an operation apart.
+// By way of the dispatcher alone, for torch/library.h takes long to compile.
 std::vector<c10::RegistrationHandleRAII> registered = [] {
   std::vector<c10::RegistrationHandleRAII> found;
   auto& dispatcher = c10::Dispatcher::singleton();
+  auto add = [&](const c10::OperatorName& name, c10::KernelFunction kernel) {
+    found.push_back(dispatcher.registerImpl(
+        name, DispatchKey::CUDA, std::move(kernel), std::nullopt, nullptr, "emulated"));
+  };
+  using Kernel = c10::KernelFunction;
+  add({"aten::empty", "memory_format"}, Kernel::makeFromUnboxedRuntimeFunction(&empty));
+  add({"aten::empty_strided", ""}, Kernel::makeFromUnboxedRuntimeFunction(&empty_strided));
+  add({"aten::copy_", ""}, Kernel::makeFromUnboxedRuntimeFunction(&copy_));
+  add({"aten::_local_scalar_dense", ""}, Kernel::makeFromUnboxedRuntimeFunction(&item));
+  found.push_back(dispatcher.registerFallback(DispatchKey::CUDA, computing(), "emulated"));
+  // One by one as well: torch decides by what is registered how it takes an operation apart.
   for (const auto& name : dispatcher.getAllOpNames()) {
     auto operation = dispatcher.findOp(name);
-    if (name.name.rfind("aten::", 0) != 0 || !operation ||
-        !operation->hasKernelForDispatchKey(DispatchKey::CPU) ||
-        operation->hasKernelForDispatchKey(DispatchKey::CUDA))
-      continue;
-    found.push_back(dispatcher.registerImpl(
-        name, DispatchKey::CUDA, c10::KernelFunction::makeFromBoxedFunction<&compute>(),
-        std::nullopt, nullptr, "emulated"));
+    if (name.name.rfind("aten::", 0) == 0 && operation &&
+        operation->hasKernelForDispatchKey(DispatchKey::CPU) &&
+        !operation->hasKernelForDispatchKey(DispatchKey::CUDA))
+      add(name, computing());
   }
   return found;
 }();

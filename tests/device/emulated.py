@@ -40,12 +40,10 @@ def _load() -> ctypes.CDLL:
     if not built.exists():
         built.parent.mkdir(exist_ok=True)
         includes = [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
-        links = [f"-L{libraries}", "-ltorch_cpu", "-lc10"]
         options = ["-O0", "-std=c++20", "-fPIC", "-shared"]
         partial = built.with_suffix(f".{os.getpid()}")  # several ranks may come to it at once
-        subprocess.run(
-            ["g++", *options, *includes, str(source), "-o", str(partial), *links], check=True
-        )
+        # What it needs of torch's libraries is found when it is loaded: they are there by then.
+        subprocess.run(["g++", *options, *includes, str(source), "-o", str(partial)], check=True)
         partial.rename(built)
     for path in [*libraries.glob("libgomp*"), libraries / "libtorch_cpu.so"]:
         ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)

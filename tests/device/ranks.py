@@ -7,11 +7,13 @@ CPU.
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 if os.environ.get("EMULATED"):
@@ -50,12 +52,21 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     world = dist.get_world_size()
-    for family in FEW if os.environ.get("EMULATED") else FAMILIES:
+    families, make = (FEW, mlp) if os.environ.get("EMULATED") else (FAMILIES, gpt)
+    pipes: dict[int, fpipe.Pipeline] = {}  # those of as many stages share what is traced
+    for family in families:
         schedule = schedules.get(family, ranks=world, microbatches=4)
-        model = gpt(schedule.num_stages, 8)
-        pipe = fpipe.pipeline(
-            model.stages, model.loss, schedule, compile=False, group=dist.group.WORLD, timeout=30
-        )
+        model = make(schedule.num_stages, 8)
+        if schedule.num_stages not in pipes:
+            pipes[schedule.num_stages] = fpipe.pipeline(
+                model.stages,
+                model.loss,
+                schedule,
+                compile=False,
+                group=dist.group.WORLD,
+                timeout=30,
+            )
+        pipe = pipes[schedule.num_stages].with_schedule(schedule)
         expected = unpipelined(*model)
         whole = pytree.tree_map(lambda leaf: leaf.to(device), (model.params, model.batch))
         params, batch = pipe.local(whole[0]), whole[1]
@@ -83,6 +94,15 @@ def main() -> None:
         sends_no_value_of_the_cpu(device)
         hears_of_a_rank_that_ends(device)
     dist.destroy_process_group()
+
+
+def run_as(environment: Mapping[str, str], written: Path) -> None:
+    """`main` in a process that has imported this; what it tells goes to a file."""
+    os.environ.update(environment)
+    file = os.open(written, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, sys.stdout.fileno())
+    os.dup2(file, sys.stderr.fileno())
+    main()
 
 
 def divides_layers(device: torch.device) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
 import sys
 from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,23 +16,41 @@ import torch.distributed as dist
 from fpipe.spec.placing import device_of
 from fpipe.transport.connect import connect
 from fpipe.transport.group import GroupTransport
+from tests.device.ranks import run_as
 
 pytestmark = pytest.mark.cuda
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks(ranks: int) -> None:
+def test_ranks(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps, values and norms over NCCL, and a fault: with a device each, or one for both."""
-    emulated = {"EMULATED": "1"} if "tests.device.emulated" in sys.modules else {}
-    command = "-m torch.distributed.run --standalone -m --nproc-per-node"
-    done = subprocess.run(
-        [sys.executable, *command.split(), str(ranks), "tests.device.ranks"],
-        env=os.environ | emulated,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
+    if "tests.device.emulated" in sys.modules:
+        monkeypatch.setenv("EMULATED", "1")
+    # Forks of a process that has imported all, in the environment that torchrun gives its own.
+    server = get_context("forkserver")
+    server.set_forkserver_preload(["tests.device.ranks"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(ranks),
+    }
+    files, processes = [tmp_path / str(rank) for rank in range(ranks)], []
+    try:
+        for rank, file in enumerate(files):
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = server.Process(target=run_as, args=(own, file), daemon=True)
+            process.start()
+            processes.append(process)
+        for process in processes:
+            process.join(200)
+        codes = [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert codes == [0] * ranks, "".join(file.read_text("utf-8") for file in files)
 
 
 def test_the_device_that_a_group_is_bound_to() -> None:
