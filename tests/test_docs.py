@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.documents import DOCUMENTS, FRAMEWORKS, ROOT, python_blocks, run_document
 
 
@@ -16,6 +19,20 @@ from tests.documents import DOCUMENTS, FRAMEWORKS, ROOT, python_blocks, run_docu
 )
 def test_documentation_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # an example may write files
+    run = subprocess.run
+
+    def run_warm(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        """Ranks of torchrun begin as forks of a process that has imported torch."""
+        if "torch.distributed.run" not in command:
+            return run(command, **options)
+        count = int(command[command.index("--nproc-per-node") + 1])
+        ranks = warm.run_ranks(
+            Path(command[-1]), count, folder=tmp_path, scratch=tmp_path, timeout=120
+        )
+        output = "".join(rank.output for rank in ranks)
+        return subprocess.CompletedProcess(command, max(abs(r.code) for r in ranks), output)
+
+    monkeypatch.setattr(subprocess, "run", run_warm)
     run_document(path)
 
 

@@ -15,11 +15,18 @@ from fpipe.functional.forward_mode import differentiable_twice
 from tests.models import assert_same
 from tests.modules.helpers import detached, module_pipe
 from tests.modules.hugging_face import ARCHITECTURES, batch_of, build, cross_entropy
-from tests.modules.models import CUTS, LanguageModel, language_model, token_batch
+from tests.modules.models import CUTS, LanguageModel, token_batch
+
+
+def language_model() -> LanguageModel:
+    """Of three stages, the one in the middle of which the skip passes."""
+    torch.manual_seed(0)
+    return LanguageModel(3).double()
+
 
 MODEL = language_model()
 BATCH = token_batch(6)
-PIPE = module_pipe(MODEL, CUTS, schedule=schedules.zbv(ranks=2, microbatches=3), loss=None)
+PIPE = module_pipe(MODEL, CUTS[:2], schedule=schedules.zb_h1(ranks=3, microbatches=3), loss=None)
 
 
 def whole(params: Any, batch: Any) -> Tensor:
@@ -30,14 +37,14 @@ def whole(params: Any, batch: Any) -> Tensor:
 def test_an_ensemble_of_modules() -> None:
     """Their parameters are stacked as torch does it; what comes back is a module's pipeline."""
     torch.manual_seed(1)
-    members, _ = stack_module_state([LanguageModel().double() for _ in range(2)])
+    members, _ = stack_module_state([LanguageModel(3).double() for _ in range(2)])
     ensemble = fpipe.vmap(PIPE)
     assert isinstance(ensemble, fpipe.ModulePipeline)
     assert ensemble.cuts == PIPE.cuts
     loss, grads = ensemble.step(members, BATCH)
     assert_same((grads, loss), vmap(grad_and_value(whole), (0, None))(members, BATCH))
     # One member can be put into a module; all of them cannot, nor are their shapes the module's.
-    alone = LanguageModel().double()
+    alone = LanguageModel(3).double()
     ensemble.load_into(alone, {name: leaf[1] for name, leaf in members.items()})
     assert_same(detached(alone), {name: leaf[1].detach() for name, leaf in members.items()})
     with pytest.raises(BatchError, match="load into a module of the same configuration"):
@@ -57,7 +64,7 @@ def test_a_product_with_the_hessian_of_a_module() -> None:
 
 
 @pytest.mark.inductor
-def test_compiled_derivatives_of_a_module() -> None:
+def test_a_compiled_product_with_the_hessian_of_a_module() -> None:
     module = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(2)))
     params, batch = detached(module.double()), {"input": torch.eye(3, dtype=torch.float64)}
     compiled, plain = (
@@ -66,8 +73,6 @@ def test_compiled_derivatives_of_a_module() -> None:
     )
     ours, theirs = (fpipe.hvp(pipe).step(params, batch, params) for pipe in (compiled, plain))
     assert_same(tuple(ours), tuple(theirs))
-    slope, expected = (fpipe.jvp(pipe).value(params, batch, params) for pipe in (compiled, plain))
-    assert_same(tuple(slope), tuple(expected))
 
 
 def test_single_examples_of_a_module() -> None:
@@ -121,7 +126,7 @@ def test_a_model_of_hugging_face() -> None:
 def test_frozen_parameters_have_no_direction() -> None:
     module = language_model()
     module.embedding.requires_grad_(requires_grad=False)
-    pipe = module_pipe(module, CUTS, schedule=PIPE.schedule, loss=None)
+    pipe = module_pipe(module, CUTS[:2], schedule=PIPE.schedule, loss=None)
     params = detached(module)
     vector = pytree.tree_map(torch.cos, params) | {"embedding.weight": None}
     result = fpipe.hvp(pipe).step(params, BATCH, vector)

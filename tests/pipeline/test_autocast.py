@@ -97,8 +97,9 @@ def test_of_a_module_too(compile: bool) -> None:
         has_aux=True,
         compile=compile,
     )
+    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
     with torch.autocast("cpu", torch.bfloat16):
-        found = pipe.step(dict(module.named_parameters()), {"x": X}).aux
+        found = (pipe.forward if compile else pipe.step)(params, {"x": X}).aux  # has fewer kernels
         expected = module(X)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected.detach(), rtol=0, atol=0 if not compile else 4e-3)
