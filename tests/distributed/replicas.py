@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.nn import functional as F
@@ -438,15 +437,14 @@ def stages_under_reduction(group: Any, schedule: Schedule) -> int:
 
 
 class Perceptron(nn.Module):
-    """A layer whose two matrices may be divided, behind a norm."""
+    """A layer whose two matrices may be divided."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(4)
         self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        y: Tensor = x + self.down(torch.tanh(self.up(x)))
         return y
 
 
@@ -461,7 +459,6 @@ def three_dimensional(group: Any, policies: Sequence[Any]) -> int:
         "0": PrepareModuleInput(
             input_layouts=undivided, desired_input_layouts=by_position, use_local_output=True
         ),
-        "*.norm": SequenceParallel(),
         "*.up": ColwiseParallel(input_layouts=by_position),
         "*.down": RowwiseParallel(output_layouts=by_position),
         "1": PrepareModuleOutput(

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fpipe
 from fpipe import Pipeline, pytree, schedules
-from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
+from tests.cut_model import make_network, network
 from tests.distributed.actors import Group
 from tests.distributed.crew import Crew, mesh_of, values
 from tests.models import assert_identical, assert_same, mlp
@@ -32,11 +32,11 @@ def masked(y: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def pipelines(mesh: DeviceMesh | None) -> list[tuple[Pipeline, Any, Any]]:
-    """Pipelines with their parameters and batches: a mean, a weighted mean, a shared parameter."""
+    """Pipelines with their parameters and batches: a mean, a weighted mean, shared parameters."""
     model = mlp(2, 9)
     zero_bubble = schedules.zb_h1(ranks=2, microbatches=2)
     looped = schedules.interleaved_1f1b(ranks=2, microbatches=2)
-    chain, function = (model.params, model.batch), (make_params(), make_batch())
+    chain, function = (model.params, model.batch), make_network()
     common: dict[str, Any] = {"mesh": mesh, "compile": False}
     return [
         (fpipe.pipeline(model.stages, model.loss, zero_bubble, **common), *chain),
@@ -44,17 +44,14 @@ def pipelines(mesh: DeviceMesh | None) -> list[tuple[Pipeline, Any, Any]]:
             fpipe.pipeline(model.stages, masked, zero_bubble, reduction="weighted", **common),
             *chain,
         ),
-        (fpipe.pipeline(language_model, schedule=looped, in_dims=IN_DIMS, **common), *function),
+        (fpipe.pipeline(network, schedule=looped, **common), *function),
     ]
 
 
 def replica_of(batch: Any, mesh: DeviceMesh) -> Any:
-    """The rows of this replica, of which the first has more than the second."""
+    """The rows of this replica; the first has more of nine than the second."""
     place, count = mesh.get_local_rank("dp"), mesh["dp"].size()
-    return {
-        name: leaf if name == "visible" else leaf.tensor_split(count)[place]
-        for name, leaf in batch.items()
-    }
+    return {name: leaf.tensor_split(count)[place] for name, leaf in batch.items()}
 
 
 def weight_of(batch: Any, pipe: Pipeline) -> Tensor:

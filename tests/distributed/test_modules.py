@@ -30,7 +30,7 @@ def train_module(
     # In an order of its own, which is not that in which a dict is flattened.
     params, steps = OrderedDict(reversed(detached(module).items())), []
     for _ in range(2):
-        steps.append(pipe.step(params, token_batch(9)))
+        steps.append(pipe.step(params, token_batch()))
         for name, grad in steps[-1].grads.items():
             params[name] = params[name] if grad is None else params[name] - RATE * grad
     target = language_model()

@@ -93,7 +93,7 @@ def test_two_ranks(crew: Crew, family: str, name: str, remat: str) -> None:
 @pytest.mark.parametrize(
     ("family", "ranks", "microbatches", "rows", "remat"),
     [
-        (f, *[(3, 5, 12), (4, 2, 4)][i % 2], "none" if i % 3 else "full")
+        (f, *[(3, 5, 12), (4, 2, 4)][i % 2], "none" if i % 2 else "full")
         for i, f in enumerate(FAMILIES)
     ],
 )
@@ -107,7 +107,7 @@ def test_more_ranks(
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_weights_made_of_parameters(crew: Crew, remat: str) -> None:
-    check_one_step(crew, "adapted", schedules.zbv(ranks=2, microbatches=3), 7, remat=remat)
+    check_one_step(crew, "adapted", schedules.zbv(ranks=2, microbatches=3), 6, remat=remat)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_weights_made_of_parameters(crew: Crew, remat: str) -> None:
 @pytest.mark.parametrize("split", [False, True])
 def test_placements(crew: Crew, placement: list[int], split: bool) -> None:
     schedule = all_forwards_first(placement, 3, split)
-    check_one_step(crew, "conv" if split else "gpt", schedule, 6)
+    check_one_step(crew, "conv" if split else "mlp", schedule, 6)
 
 
 @settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

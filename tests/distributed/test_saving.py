@@ -166,30 +166,24 @@ def gone_on(group: Group, schedule: Schedule, path: str) -> list[Any]:
 
 
 def test_a_run_that_is_killed_goes_on_over_other_ranks(crew: Crew, tmp_path: Path) -> None:
-    chance = random.Random(0)
-    for number in range(2):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        with Crew(2) as killed:
-            killed.start(trained_for_long, str(folder))
-            deadline = time.monotonic() + 60
-            while not (folder / "last").exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            time.sleep(chance.random() / 2)
-            for rank in range(2):
-                killed.signal(rank, signal.SIGKILL)
-        path = str(folder / "last")
-        other = schedules.one_f_one_b(ranks=4, microbatches=4)
-        parts = values(crew.run(gone_on, other, path))
-        step = parts[0][2]
-        assert 1 <= step < STEPS
-        model = mlp(SCHEDULE.num_stages, 8)
-        assert_same(
-            by_stage([part[0] for part in parts], other), trained_by_torch(model, step), 1e-9
-        )
-        assert_same(
-            by_stage([part[1] for part in parts], other), trained_by_torch(model, step + 2), 1e-9
-        )
-        assert trainer_of(None, SCHEDULE)[1].load(path).step == step + 2
-        assert [place.name for place in folder.iterdir()] == ["last"]
+    with Crew(2) as killed:
+        killed.start(trained_for_long, str(tmp_path))
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "last").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(random.Random(0).random() / 2)
+        for rank in range(2):
+            killed.signal(rank, signal.SIGKILL)
+    path = str(tmp_path / "last")
+    other = schedules.one_f_one_b(ranks=4, microbatches=4)
+    parts = values(crew.run(gone_on, other, path))
+    step = parts[0][2]
+    assert 1 <= step < STEPS
+    model = mlp(SCHEDULE.num_stages, 8)
+    assert_same(by_stage([part[0] for part in parts], other), trained_by_torch(model, step), 1e-9)
+    assert_same(
+        by_stage([part[1] for part in parts], other), trained_by_torch(model, step + 2), 1e-9
+    )
+    assert trainer_of(None, SCHEDULE)[1].load(path).step == step + 2
+    assert [place.name for place in tmp_path.iterdir()] == ["last"]
