@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fpipe
 
 SMOKE = "--smoke" in sys.argv
-WIDTH, LAYERS, LENGTH, ROWS, STEPS = (16, 5, 16, 8, 3) if SMOKE else (64, 7, 64, 16, 240)
+WIDTH, LAYERS, LENGTH, ROWS, STEPS = (16, 3, 16, 8, 2) if SMOKE else (64, 7, 64, 16, 240)
 
 # Every Python carries its language reference, for `help("if")`. A token is a byte.
 TEXT = torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tests.seldom  # noqa: F401
 from fpipe import PipelineError
+from fpipe.execute import watch
 
 
 class Failure(NamedTuple):
@@ -238,6 +239,7 @@ def server() -> ForkServerContext:
 def _serve(rank: int, world: int, port: int, hosts: bool, pipe: Connection) -> None:
     """What each process does: answer calls until the parent goes."""
     torch.set_num_threads(1)
+    watch.DEAD = 1.5  # a rank that is lost is waited for half as long
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=hosts, wait_for_workers=False, timeout=timedelta(seconds=60)

@@ -509,7 +509,7 @@ def failing(group: Any, process: int, deed: str, at: int) -> list[Outcome]:
         mesh=mesh,
         data="dp",
         compile=trap,
-        timeout=4.0,
+        timeout=2.0,
     )
     params = pipe.shard(pipe.local(parameters(2)))
     batch = rows_of(mesh, ["dp"], data())

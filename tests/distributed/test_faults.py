@@ -309,8 +309,8 @@ def test_a_rank_that_is_interrupted(deed: str, kind: str) -> None:
 def test_a_rank_that_is_interrupted_while_it_waits() -> None:
     """It heard of the signal when the other rank came at last."""
     with Crew(2) as crew:
-        here, there = values(crew.run(traps.interrupt_the_waiting, 5.0))
-        assert here[0].error.kind == "KeyboardInterrupt" and here[0].seconds < 4
+        here, there = values(crew.run(traps.interrupt_the_waiting, 3.5))
+        assert here[0].error.kind == "KeyboardInterrupt" and here[0].seconds < 3
         for answer in (here[1], *there[:2]):
             assert "rank 0 failed: KeyboardInterrupt" in answer.error.text
             assert answer.error.text.endswith(GONE)

@@ -152,7 +152,8 @@ def test_a_rank_that_waits_for_long_says_so(crew: Crew) -> None:
 def test_a_wait_that_the_process_group_ends_blames_no_connection(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fpipe.execute.watch.DEAD", 1.2)  # nobody else has anything to tell
+    monkeypatch.setattr("fpipe.execute.watch.BEAT", 0.1)
+    monkeypatch.setattr("fpipe.execute.watch.DEAD", 0.5)  # nobody else has anything to tell
     store = dist.HashStore()
     watches = [Watch(store, ["0", "1"], rank, 60.0, ring=lambda: None) for rank in (0, 1)]
     for watch in watches:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 import fpipe
 from fpipe import Schedule, pytree
+from fpipe.execute import watch
 from fpipe.execute.fault import Fault
 from fpipe.execute.watch import Watch
 from fpipe.pieces.boxed import Boxed
@@ -280,9 +281,9 @@ def end_when_told(group: dist.ProcessGroup, victim: int) -> Outcome:
         trap.arm("kill", 1)
     look = Watch._look
 
-    def look_late(watch: Watch, topic: str) -> Fault | None:
-        time.sleep(1.5 * (group.rank() == 2))
-        return look(watch, topic)
+    def look_late(own: Watch, topic: str) -> Fault | None:
+        time.sleep(watch.DEAD / 2 * (group.rank() == 2))
+        return look(own, topic)
 
     with patch.object(Watch, "_look", look_late):
         outcome = attempt(pipe.step, params, model.batch)
