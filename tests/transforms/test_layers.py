@@ -90,7 +90,7 @@ def test_lstm_of_onednn_is_taken_step_by_step() -> None:
         compile=False,
     )
     params = {key: value.detach() for key, value in module.named_parameters()}
-    batch, vector = {"x": torch.randn(4, 3, 4)}, {k: torch.randn_like(v) for k, v in params.items()}
+    batch, vector = {"x": torch.randn(4, 2, 4)}, {k: torch.randn_like(v) for k, v in params.items()}
     double, along = ({k: v.double() for k, v in given.items()} for given in (params, vector))
     module = module.double()
 
