@@ -76,8 +76,17 @@ def test_weighted_loss_is_exact_over_microbatches_of_different_weight(
     assert_same(pipe.value(params, batch), loss)
 
 
-@pytest.mark.parametrize("kind", [int, float, torch.int64, torch.uint8, torch.bool])
-@pytest.mark.parametrize("beside", ["nothing", "aux", "a state and aux"])
+@pytest.mark.parametrize(
+    ("kind", "beside"),
+    [
+        (int, "nothing"),
+        (float, "aux"),
+        (torch.int64, "a state and aux"),
+        (torch.uint8, "aux"),
+        (torch.bool, "nothing"),
+        (int, "a state and aux"),
+    ],
+)
 def test_a_weight_that_is_no_float(kind: Any, beside: str) -> None:
     """A number of Python's was refused, under a transform by an error of torch.vmap's."""
     w, x = torch.tensor([0.5, -2.0], dtype=torch.float64), torch.arange(10.0).double().view(5, 2)
