@@ -262,8 +262,8 @@ def test_reduce_grad_without_a_weight_gradient() -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1"])
 def test_a_large_schedule(name: str) -> None:
-    """64 ranks, 2048 microbatches: seconds if the time is linear, hours if it is not."""
-    schedule = schedules.get(name, ranks=64, microbatches=2048)
+    """64 ranks, 512 microbatches: a second if the time is linear, many minutes if it is not."""
+    schedule = schedules.get(name, ranks=64, microbatches=512)
     verify(schedule)
     # The same, with the very last rank's order broken: finding the circle is linear too.
     *rows, last = schedule.actions
