@@ -23,15 +23,20 @@ from torch._functorch.pyfunctorch import (
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx import _symbolic_trace
+from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
-from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    PythonKeyTracer,
     TorchFunctionMetadataMode,
+    disable_autocast_cache,
     disable_proxy_modes_tracing,
     get_proxy_mode,
     make_fx,
     track_tensor_tree,
 )
+from torch.fx.experimental.proxy_tensor import _ProxyTensor as ProxyTensor
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -42,17 +47,23 @@ __all__ = [
     "FunctionalTensor",
     "FunctionalTensorMode",
     "LazyGraphModule",
+    "ProxyTensor",
+    "ProxyTorchDispatchMode",
+    "PythonKeyTracer",
     "TorchFunctionMetadataMode",
     "autograd_counter",
     "beneath_forward_mode",
     "current_autograd_node",
     "custom_function_call",
+    "disable_autocast_cache",
     "disable_proxy_modes_tracing",
     "dtensor_on_the_cpu",
     "enable_single_level_autograd_function",
     "from_fun",
     "functionalized",
     "functorch",
+    "fx_traceback",
+    "fx_tracing",
     "get_proxy_mode",
     "innermost_transform",
     "innermost_value",
@@ -60,7 +71,6 @@ __all__ = [
     "is_within_vmap",
     "make_fx",
     "make_shape_env",
-    "new_placeholder",
     "node_of",
     "nodes_after",
     "retrieve_current_functorch_interpreter",
@@ -69,7 +79,6 @@ __all__ = [
     "to_fun",
     "track_symbol",
     "transforms",
-    "use_lazy_graph_module",
 ]
 
 
@@ -194,18 +203,19 @@ def is_within_vmap() -> bool:
     return "Vmap" in transforms()
 
 
-def new_placeholder(name: str, value: FakeTensor) -> fx.Node:
-    """Let a fake tensor be an argument of the graph that is being recorded.
-
-    The node stands where the recording is: `fx` wants placeholders first, so move it afterwards.
-    """
-    mode = get_proxy_mode()
-    assert mode is not None, "nothing is being recorded"
-    tracer: Any = mode.tracer
-    node: fx.Node = tracer.graph.placeholder(name)
-    node.meta["val"] = value
-    track_tensor_tree(value, fx.Proxy(node, tracer), constant=None, tracer=tracer)
-    return node
+@contextmanager
+def fx_tracing() -> Iterator[None]:
+    """Within it torch and libraries take the functions that they run for traced ones."""
+    internals: Any = _symbolic_trace
+    if hasattr(internals, "_is_fx_tracing_context"):  # since torch 2.14, in each thread apart
+        with internals._is_fx_tracing_context(True):
+            yield
+        return
+    before, internals._is_fx_tracing_flag = internals._is_fx_tracing_flag, True
+    try:
+        yield
+    finally:
+        internals._is_fx_tracing_flag = before
 
 
 def node_of(value: Tensor) -> fx.Node | None:

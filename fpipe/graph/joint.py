@@ -193,9 +193,11 @@ def add_sums(
             a complex dtype only, and a real one in a real.
     """
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    types = {source: _sum_type(gradient, dtype) for source, gradient in gradients.items()}
+    types: dict[Param, torch.dtype] = {}
     so_far: dict[Param, fx.Node] = {}
     for source, gradient in gradients.items():
+        kept = value_of(gradient).dtype
+        types[source] = kept if dtype is None or dtype.is_complex != kept.is_complex else dtype
         with graph.inserting_before(first):
             so_far[source] = graph.placeholder(f"sum_so_far_{source.leaf}")
         so_far[source].meta["val"] = value_of(gradient).to(types[source])
@@ -216,11 +218,3 @@ def add_sums(
         start.meta["val"] = total.meta["val"] = so_far[source].meta["val"]
         sums[source] = Sum(start.name, so_far[source].name, total.name)
     return sums
-
-
-def _sum_type(gradient: fx.Node, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype to sum a gradient in, if the user chose `dtype`."""
-    gradient_dtype = value_of(gradient).dtype
-    return (
-        gradient_dtype if dtype is None or dtype.is_complex != gradient_dtype.is_complex else dtype
-    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Final, NamedTuple
 
@@ -61,6 +61,10 @@ UNLISTED_PRODUCTS = frozenset(
 )
 """Further ops that libraries compute, which torch's table of FLOPs lacks."""
 
+# By operation. Not functools.cache, of which Dynamo warns where a caller is compiled.
+_VIEWS: Final[dict[Any, bool]] = {}
+_NAMES: Final[dict[Any, tuple[str, ...]]] = {}
+
 # Namespaces of operations of which it is known whether they draw.
 _KNOWN = frozenset({"aten", "prims", "fpipe"})
 
@@ -103,12 +107,14 @@ def may_draw(node: fx.Node) -> bool:
 def is_view(node: fx.Node) -> bool:
     """Whether `node` only looks at the storage of its first argument."""
     target = _producer(node).target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if target is torch.ops.aten._unsafe_view.default:
-        return True  # a view in fact; its schema keeps silent about it
-    first = target._schema.arguments[0].alias_info if target._schema.arguments else None
-    return first is not None and not first.is_write
+    known = _VIEWS.get(target)
+    if known is None:
+        arguments = target._schema.arguments if isinstance(target, OpOverload) else ()
+        first = arguments[0].alias_info if arguments else None
+        # The schema of _unsafe_view keeps silent about the view that it is in fact.
+        known = target is aten._unsafe_view.default or (first is not None and not first.is_write)
+        _VIEWS[target] = known
+    return known
 
 
 def base_of(node: fx.Node) -> fx.Node:
@@ -150,6 +156,39 @@ def values_of(node: fx.Node) -> list[Tensor]:
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
     return [v for v in values if isinstance(v, Tensor)]
+
+
+def add(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    name: str | None = None,
+) -> fx.Node:
+    """A node that calls `target`, at the end of a graph.
+
+    It is what `fx.Graph.create_node` adds, which looks for raw symbolic sizes in all arguments.
+    """
+    node = graph.create_node("call_function", target, name=name)
+    node.args = args
+    if kwargs:
+        node.kwargs = kwargs
+    return node
+
+
+def copy_into(graph: fx.Graph, node: fx.Node, copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """A copy of a node that calls a function, with its value, at the end of another graph.
+
+    Args:
+        graph: the other graph.
+        node: what is copied.
+        copy_of: the node of that graph which stands for one that `node` reads.
+    """
+    args: Any = fx.map_arg(node.args, copy_of)
+    kwargs: Any = fx.map_arg(node.kwargs, copy_of)
+    copy = add(graph, node.target, args, kwargs, node.name)
+    copy.meta["val"] = node.meta.get("val")
+    return copy
 
 
 def inserted(before: fx.Node, target: Any, *arguments: Any, **options: Any) -> fx.Node:
@@ -254,10 +293,13 @@ class _Group(str):
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
     """The arguments of a node, those that name a process group marked."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    names = _NAMES.get(node.target)
+    if names is None:
+        schema = getattr(node.target, "_schema", None)
+        names = () if schema is None else tuple(argument.name for argument in schema.arguments)
+        _NAMES[node.target] = names
+    if "group_name" not in names:
         return node.args, node.kwargs
-    names = [argument.name for argument in schema.arguments]
     args = (_marked(name, value) for name, value in zip(names, node.args, strict=False))
     return tuple(args), {name: _marked(name, value) for name, value in node.kwargs.items()}
 
@@ -286,7 +328,7 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
         >>> memory_order((4, 2, 3), (1, 12, 4))
         [1, 2, 0]
     """
-    return sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim]))
+    return [dim for *_, dim in sorted((-stride[n], -shape[n], n) for n in range(len(shape)))]
 
 
 def lies_in_order(value: Tensor, order: Sequence[int]) -> bool:

@@ -169,7 +169,8 @@ class Planner:
         schedule = self._schedule if differentiates else self._forwards
         if goal in UPDATING and not schedule.has_updates:
             schedule = schedule.updated()
-        finals = _last_forwards(schedule)
+        # The microbatch that each stage runs forward last.
+        finals = {a.stage: a.microbatch for row in schedule.actions for a in row if a.op == Op.F}
 
         def code_of(stage: int, microbatch: int) -> StageCode:
             codes = compiled.last if finals[stage] == microbatch else compiled.usual
@@ -339,8 +340,3 @@ def _check_owed(schedule: Schedule, codes: Codes) -> None:
                     f"{kind} gradients in pipe.step: choose a schedule that has, or freeze what is "
                     "not trained (trainable=); pipe.value and pipe.forward need F alone"
                 )
-
-
-def _last_forwards(schedule: Schedule) -> dict[int, int | None]:
-    """The microbatch that each stage runs forward last."""
-    return {a.stage: a.microbatch for row in schedule.actions for a in row if a.op == Op.F}

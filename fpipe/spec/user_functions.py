@@ -170,7 +170,8 @@ class Returns:
         heads = self._several(subject, call, whole[0], 2) if self.weighted else (whole[0],)
         heads = tuple(map(dtensors.whole, heads))
         loss = heads[0]
-        if not isinstance(loss, Tensor) or not _fits(loss, shape) or not _is_real(loss):
+        is_real = isinstance(loss, Tensor) and is_differentiable(loss) and not loss.is_complex()
+        if not is_real or not _fits(loss, shape):
             hint = ""
             if not self.weighted and isinstance(loss, tuple | list):
                 ways = ['reduction="weighted" for (sum, weight)']
@@ -271,10 +272,6 @@ def _fits(value: Tensor, shape: Sequence[int | None]) -> bool:
     return value.dim() == len(shape) and all(
         expected in (None, size) for size, expected in zip(value.shape, shape, strict=True)
     )
-
-
-def _is_real(value: Tensor) -> bool:
-    return is_differentiable(value) and not value.is_complex()
 
 
 def _shown(value: Any) -> str:

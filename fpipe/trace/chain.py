@@ -119,6 +119,7 @@ class ChainTracer:
         devices: Sequence[torch.device] | None = None,
     ) -> None:
         self._stages = tuple(stages)
+        self._labels = tuple(f"stage {n} ({stage.label})" for n, stage in enumerate(stages))
         self._loss = loss
         self._objective = objective
         self._places = Places(devices)
@@ -144,19 +145,18 @@ class ChainTracer:
         batch = Abstract.of(microbatch, self._mode)
         flags = self._objective.trainable.flags([shape.spec for shape in shapes], shared=False)
         traced: list[Traced] = []
-        labels = []
+        labels = self._labels
         x = batch
         x_sources: list[Source] = [BatchLeaf(i) for i in range(len(batch.values))]
         carries = [self._objective.is_by("batch", value) for value in batch.values]
         last = len(self._stages) - 1
         for index, stage in enumerate(self._stages):
-            labels.append(f"stage {index} ({stage.label})")
-            advance(labels[-1])
+            advance(labels[index])
             with_loss = index == last and goal != "forward"
             x, here = (
                 replace(tree, values=self._places.bring(tree.values, index)) for tree in (x, batch)
             )
-            self._check_device(labels[-1], params[index], index)
+            self._check_device(labels[index], params[index], index)
             how = (stage.reads_batch, stage.reads_key, with_loss, index == 0)
             inputs = _StageInputs(params[index], flags[index], x, x_sources, carries, here, rows)
             kind = (id(stage.fn), how, inputs.key, ambient())
@@ -164,10 +164,10 @@ class ChainTracer:
             if result is None and not with_loss:
                 result = self._traces.get((kind, True))  # its forward is a part of that
             if result is None:
-                giver = f"what {labels[-2]} returns" if index else "a microbatch"
+                giver = f"what {labels[index - 1]} returns" if index else "a microbatch"
                 with self._places.at(index):
                     result = self._trace(
-                        labels[-1],
+                        labels[index],
                         stage,
                         inputs,
                         giver,
@@ -187,7 +187,7 @@ class ChainTracer:
             numbering = Numbering(heads.num_leaves, aux)
         results = tuple(Upstream(last, leaf) for leaf in range(len(x.values)))
         depends = traced[-1].depends
-        return Chain(tuple(traced), tuple(labels), goal, results, numbering, depends)
+        return Chain(tuple(traced), labels, goal, results, numbering, depends)
 
     @property
     def evaluation(self) -> Goal | None:

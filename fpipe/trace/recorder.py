@@ -31,16 +31,14 @@ from fpipe.torch_internals import (
     disable_proxy_modes_tracing,
     from_fun,
     get_proxy_mode,
-    make_fx,
-    new_placeholder,
     to_fun,
-    use_lazy_graph_module,
 )
 from fpipe.trace.abstract import Leaves
 from fpipe.trace.data_dependence import Known, without_data_checks
 from fpipe.trace.functional import Functional, Unchecked
 from fpipe.trace.isolation import is_compiling, tracing
 from fpipe.trace.labels import Labels
+from fpipe.trace.node_writer import NodeWriter, write_graph
 from fpipe.trace.overrides.checkpointed import Marks
 
 
@@ -146,7 +144,12 @@ def record(
     Raises:
         StageError: the function cannot be traced or is not pure; says which op or leaf.
     """
-    trace = _Trace(function, leaves, mode, readers, differentiate, origin, way or Way(), labels)
+    functional = Functional(lambda value: name_in_closure(value, origin))
+    nothing = Demand(leaves.places, (), ())
+    trace = _Trace(
+        function, leaves, mode, readers, differentiate, origin, way or Way(), labels, functional,
+        nothing,
+    )  # fmt: skip
     marks = Marks()
     try:
         refuse_mapped(origin)
@@ -156,10 +159,8 @@ def record(
             tracing(mode),
             without_data_checks(),
             marks.active(),
-            use_lazy_graph_module(True),  # its text is compiled if it is called, which it is not
         ):
-            record_it = make_fx(trace, decomposition_table={}, _disable_torch_fn_metadata_mode=True)
-            module = record_it(*leaves.values)
+            module = write_graph(trace, leaves.values)
         for node in module.graph.nodes:
             if any(map(iskeyword, str(node.target).split("."))):
                 raise SyntaxError(f"{node.target} is no name in Python")
@@ -172,34 +173,24 @@ def record(
     return trace.recording(module, lost)
 
 
+@dataclass(eq=False)
 class _Trace:
     """The function that is traced: calls a user's, then autograd."""
 
-    def __init__(
-        self,
-        function: Callable[[list[Any]], list[Tensor]],
-        leaves: Leaves,
-        mode: FakeTensorMode,
-        readers: Callable[[int], Sequence[int]],
-        differentiate: bool,
-        origin: Any,
-        way: Way,
-        labels: Labels | None,
-    ) -> None:
-        self._function = function
-        self._leaves = leaves
-        self._mode = mode
-        self._readers = readers
-        self._differentiate = differentiate
-        self._origin = origin
-        self._way = way
-        self._labels = labels
-        self._functional = Functional(lambda value: name_in_closure(value, origin))
-        self._known = Known()
-        self._cotangents: list[fx.Node] = []
-        self._demand = Demand(leaves.places, (), ())
-        self._depends: tuple[bool, ...] = ()
-        self.lost: dict[int, Exception] = {}
+    _function: Callable[[list[Any]], list[Tensor]]
+    _leaves: Leaves
+    _mode: FakeTensorMode
+    _readers: Callable[[int], Sequence[int]]
+    _differentiate: bool
+    _origin: Any
+    _way: Way
+    _labels: Labels | None
+    _functional: Functional
+    _demand: Demand
+    _known: Known = field(default_factory=Known)
+    _cotangents: list[fx.Node] = field(default_factory=list)
+    _depends: tuple[bool, ...] = ()
+    lost: dict[int, Exception] = field(default_factory=dict)
 
     def __call__(self, *values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Outputs and gradients, recorded."""
@@ -278,15 +269,13 @@ class _Trace:
         totals: dict[int, Tensor] = {}
         for number, (leaf, _) in enumerate(self._demand.cotangents):
             like = outputs[leaf]
-            with disable_proxy_modes_tracing(), self._mode:
+            with disable_proxy_modes_tracing() as writer, self._mode:
                 value: Any = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            self._cotangents.append(new_placeholder(f"cotangent_{number}", value))
+            assert isinstance(writer, NodeWriter)
+            self._cotangents.append(writer.placeholder(f"cotangent_{number}", value))
             totals[leaf] = totals[leaf] + value if leaf in totals else value
-        return {leaf: self._functional_of(total) for leaf, total in totals.items()}
-
-    def _functional_of(self, value: Tensor) -> Tensor:
         with self._functional:
-            return to_fun(value)
+            return {leaf: to_fun(total) for leaf, total in totals.items()}
 
     def _differentiated(
         self, outputs: Sequence[Tensor], chosen: Sequence[Tensor], totals: dict[int, Tensor]

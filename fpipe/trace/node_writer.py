@@ -1,0 +1,188 @@
+"""Write the operations that a function runs as a graph, with little work for each.
+
+    operation ──► NodeWriter ──► a node ──► the abstract result
+                      │
+                      └──► torch's own mode: constants, symbolic sizes, what is decomposed
+
+It is what `make_fx` does, in the same modes and with the same nodes. That is made for all that may
+come: it took half of the time of a recording. Most operations have abstract tensors and plain
+numbers alone, which need no more than a look into a table; and a function of flat tensors needs
+neither a signature nor all classes of modules patched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import getitem
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx, nn
+
+from fpipe.graph.nodes import add
+from fpipe.torch_internals import (
+    FakeTensor,
+    LazyGraphModule,
+    ProxyTensor,
+    ProxyTorchDispatchMode,
+    PythonKeyTracer,
+    disable_autocast_cache,
+    fx_traceback,
+    fx_tracing,
+    track_tensor_tree,
+)
+
+_LITERALS: Final = frozenset(
+    {
+        *(bool, int, float, complex, str, type(None)),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    }
+)
+"""The types of arguments that stand in a node as they are."""
+_LEAVES: Final = frozenset({FakeTensor, *_LITERALS})
+_NAMES: Final[dict[Any, str]] = {}
+
+
+def write_graph(
+    function: Callable[..., Sequence[Sequence[Tensor]]], values: Sequence[Tensor]
+) -> fx.GraphModule:
+    """Record a function of abstract tensors.
+
+    Args:
+        function: runs operations that write to nothing, as functionalization leaves them, and
+            returns lists of tensors.
+        values: its arguments, in the fake-tensor mode that is at work.
+
+    Returns:
+        The graph, with a placeholder for each argument; what the function closes over are its
+        attributes.
+    """
+    tracer = PythonKeyTracer()
+    tracer.root, tracer.graph, tracer.tensor_attrs = nn.Module(), fx.Graph(), {}
+    writer = NodeWriter(ProxyTorchDispatchMode(tracer, "real"))
+    with fx_tracing(), writer, disable_autocast_cache():
+        for number, value in enumerate(values):
+            writer.placeholder(f"arg{number}_1", value)
+        results = function(*values)
+    entries = tracer.tensor_tracker
+    proxies = tuple([entries[v].proxy if v in entries else v for v in row] for row in results)
+    tracer.create_node("output", "output", (tracer.create_arg(proxies),), {})
+    return LazyGraphModule(tracer.root, tracer.graph)
+
+
+class NodeWriter(ProxyTorchDispatchMode):
+    """Writes each operation that reaches it as a node, in place of the mode that `make_fx` enters.
+
+    Args:
+        mode: torch's own, for operations that do not go the short way.
+    """
+
+    def __init__(self, mode: ProxyTorchDispatchMode) -> None:
+        super().__init__(mode.tracer, mode.tracing_mode)
+        self._mode: Any = mode
+        self._graph: fx.Graph = mode.tracer.graph
+        self._entries: Any = mode.tracer.tensor_tracker
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Write a node for `func`, and call it."""
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].device
+        name = _NAMES.get(func)
+        if name is None:
+            name = _NAMES[func] = _short_name(func)
+        options = kwargs or {}
+        if not name or fx_traceback.has_preserved_node_meta():
+            return self._mode.__torch_dispatch__(func, types, args, options)
+        try:
+            written = tuple(map(self._written, args))
+            named = {key: self._written(value) for key, value in options.items()}
+        except _Unwritten:
+            return self._mode.__torch_dispatch__(func, types, args, options)
+        node = add(self._graph, func, written, named, name)
+        result = func(*args, **options)
+        if type(result) is FakeTensor:
+            self._track(node, result)
+        elif type(result) in (list, tuple) and _LEAVES.issuperset(map(type, result)):
+            node.meta["val"] = result
+            for place, item in enumerate(result):
+                one = add(self._graph, getitem, (node, place), name="getitem")
+                if type(item) is FakeTensor:
+                    self._track(one, item)
+        else:
+            track_tensor_tree(
+                result, fx.Proxy(node, self.tracer), constant=None, tracer=self.tracer
+            )
+        return result
+
+    def placeholder(self, name: str, value: Tensor) -> fx.Node:
+        """Let an abstract tensor be an argument of the graph.
+
+        The node stands where the recording is: `fx` wants placeholders first, so move it then.
+        """
+        node = self._graph.placeholder(name)
+        self._track(node, value)
+        return node
+
+    def _track(self, node: fx.Node, value: Tensor) -> None:
+        """Let a node stand for a value."""
+        proxy = fx.Proxy(node, self.tracer)
+        if value._has_symbolic_sizes_strides:
+            track_tensor_tree(value, proxy, constant=None, tracer=self.tracer)
+        else:
+            # Nothing beneath functionalization writes to it, so it needs no copy to describe it.
+            node.meta["val"] = value
+            self._entries[value] = ProxyTensor(proxy, None)
+
+    def _written(self, value: Any) -> Any:
+        """An argument of an operation as one of its node."""
+        kind = type(value)
+        if kind in _LITERALS:
+            return value
+        if kind is FakeTensor:
+            entry = self._entries.get(value)
+            if entry is None or entry.constant is not None:
+                raise _Unwritten
+            return entry.proxy.node
+        if kind is list or kind is tuple:
+            return kind(map(self._written, value))
+        raise _Unwritten
+
+
+class _Unwritten(Exception):
+    """An argument that torch's mode has to look at."""
+
+
+def _short_name(func: Any) -> str:
+    """The name of the nodes of an operation, empty where torch's mode writes them.
+
+    It decomposes some; it keeps the numbers of others, and sizes that depend on data; and it notes
+    how the arguments lie in memory where a kernel asks for that.
+    """
+    short = (
+        isinstance(func, torch._ops.OpOverload)
+        and func.namespace == "aten"
+        and not _WATCHED.intersection(func.tags)
+        and func not in _FRESH
+        and not torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), "CompositeImplicitAutograd"
+        )
+    )
+    return fx.Graph()._target_to_str(func.overloadpacket.__name__) if short else ""
+
+
+_WATCHED: Final = frozenset(
+    {
+        torch.Tag.data_dependent_output,
+        torch.Tag.dynamic_output_shape,
+        torch.Tag.needs_exact_strides,
+        torch.Tag.needs_fixed_stride_order,
+    }
+)
+_DEVICE: Final = torch.ops.prim.device.default
+_FRESH: Final = frozenset({torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default})
