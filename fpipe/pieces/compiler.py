@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cache, partial
+from functools import cache, lru_cache
 from itertools import chain
-from typing import Final
+from types import CodeType
+from typing import Any, Final
 
 import torch
 from torch import fx
-from torch.fx.graph import _BoxedCodeGen
 
 from fpipe.errors import StageError, error_text, label_of
 from fpipe.graph.nodes import value_of
@@ -183,11 +184,57 @@ def _uncompiled(graph: fx.Graph) -> Boxed:
     """The graph as Python, taking its inputs from a list and dropping each after its last use.
 
     Not as a `GraphModule`: each is a class of its own, which all modules of the process pay for
-    whenever torch traces, and its text is kept by torch for good.
+    whenever torch traces, and torch keeps its text for good, which it also takes long to write.
     """
-    graph.set_codegen(_BoxedCodeGen())
-    written = graph.python_code("self")
-    names = dict(written.globals)
-    exec(compile(written.src, "<fpipe, uncompiled>", "exec"), names)
-    call: Boxed = partial(names["forward"], None)  # a graph of stages has no attributes
+    nodes = list(graph.nodes)
+    names = {node: f"v{number}" for number, node in enumerate(nodes)}
+    last = {read: node for node in nodes for read in node.all_input_nodes}
+    functions: dict[Any, str] = {}
+    objects: dict[str, Any] = {}  # what the code calls and reads
+
+    def text(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return names[value]
+        if isinstance(value, list):
+            return f"[{', '.join(map(text, value))}]"
+        if isinstance(value, tuple):
+            return f"({''.join(text(item) + ', ' for item in value)})"
+        if type(value) in _AS_WRITTEN:
+            return repr(value)
+        name = f"c{len(objects)}"
+        objects[name] = value
+        return name
+
+    inputs = [names[node] for node in nodes if node.op == "placeholder"]
+    lines = ["def forward(inputs):", f"{', '.join(inputs)}, = inputs" if inputs else "pass"]
+    lines.append("inputs.clear()")
+    for node in nodes:
+        if node.op == "output":
+            lines.append(f"return {text(node.args[0])}")
+            break
+        if node.target is operator.getitem:
+            lines.append(f"{names[node]} = {text(node.args[0])}[{text(node.args[1])}]")
+        elif node.op == "call_function":
+            called = functions.setdefault(node.target, f"f{len(functions)}")
+            arguments = [text(value) for value in node.args]
+            arguments += [f"{name}={text(value)}" for name, value in node.kwargs.items()]
+            lines.append(f"{names[node]} = {called}({', '.join(arguments)})")
+        gone = [names[read] for read in node.all_input_nodes if last[read] is node]
+        if node not in last:
+            gone.append(names[node])
+        if gone:
+            lines.append(f"del {', '.join(gone)}")
+    objects |= {name: function for function, name in functions.items()}
+    exec(_code("\n    ".join(lines)), objects)
+    call: Boxed = objects["forward"]
     return call
+
+
+@lru_cache(1024)
+def _code(source: str) -> CodeType:
+    """The code of a text: graphs that differ in their objects alone have the same."""
+    return compile(source, "<fpipe, uncompiled>", "exec")
+
+
+_AS_WRITTEN: Final = (bool, int, str, type(None))
+"""Types of arguments that stand in the code; of others it has the objects."""

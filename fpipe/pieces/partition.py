@@ -160,7 +160,9 @@ def partition(
     checks = _checks(joint)
     prepared, cheap = unchanging(joint, ancestors([*results, *input_grads, *totals, *checks]))
     inputs_of_all = placeholders.union(prepared)
-    forward = _forward_nodes(results)
+    forward = ancestors(results)
+    # With every element of an op that returns several.
+    forward |= {u for n in forward for u in n.users if u.target is operator.getitem}
     again = _checkpointed(forward, results)
     kept = inputs_of_all | {
         n
@@ -267,13 +269,6 @@ def _backward_nodes(joint: Joint) -> set[fx.Node]:
         if node.op == "call_function" and any(n in backward for n in node.all_input_nodes):
             backward.add(node)
     return backward
-
-
-def _forward_nodes(results: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes that the forward runs, with every element of an op that returns several."""
-    forward = ancestors(results)
-    elements = {u for n in forward for u in n.users if u.target is operator.getitem}
-    return forward | elements
 
 
 def _checkpointed(forward: Collection[fx.Node], results: Collection[fx.Node]) -> set[fx.Node]:

@@ -19,6 +19,7 @@ from torch import fx
 from fpipe.graph.nodes import (
     COPIES,
     ancestors,
+    copy_into,
     fingerprint,
     is_product,
     is_random,
@@ -40,13 +41,30 @@ class Piece:
     Attributes:
         inputs: names of the values it reads.
         outputs: names of the values it returns.
-        graph: placeholders for `inputs`, in order, and one tuple of `outputs`.
+        _nodes: of the joint graph, what it reads, what it runs, and what it returns.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    graph: fx.Graph
+    _nodes: tuple[Sequence[fx.Node], Sequence[fx.Node], Sequence[fx.Node]] = field(repr=False)
     _footprints: dict[Any, int] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def graph(self) -> fx.Graph:
+        """Placeholders for `inputs`, in order, and one tuple of `outputs`.
+
+        It is built when it is first asked for: a schedule needs some of a stage's pieces alone.
+        """
+        inputs, nodes, returned = self._nodes
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in inputs:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta["val"] = node.meta["val"]
+        for node in nodes:
+            copies[node] = copy_into(graph, node, copies.__getitem__)
+        graph.output(tuple(_in_memory(graph, copies[node]) for node in returned))
+        return graph
 
     @cached_property
     def fingerprint(self) -> str:
@@ -94,16 +112,8 @@ def piece_of(
     if late:
         nodes = _when_read(nodes, late)
     inputs = reads_of(nodes)
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = {"val": node.meta["val"]}
-    for node in nodes:
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
-        copies[node].meta = {"val": node.meta.get("val")}
-    graph.output(tuple(_in_memory(graph, copies[node]) for node in returned))
-    return Piece(tuple(n.name for n in inputs), tuple(n.name for n in returned), graph)
+    names = tuple(n.name for n in inputs), tuple(n.name for n in returned)
+    return Piece(*names, (inputs, nodes, returned))
 
 
 def _in_memory(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -227,7 +237,11 @@ def _memory(
     """For each node, the values that must be in memory for it to be read."""
     memory: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in nodes:
-        if node.op == "call_function" and (is_view(node) or _is_of_elementwise(node, fuses)):
+        # One of several values that are computed where they are read.
+        is_element = (
+            fuses and node.target is operator.getitem and _is_elementwise(node.all_input_nodes[0])
+        )
+        if node.op == "call_function" and (is_view(node) or is_element):
             memory[node] = memory[node.all_input_nodes[0]]
         elif (
             fuses
@@ -254,11 +268,6 @@ def _is_elementwise(node: fx.Node) -> bool:
         and (torch.Tag.pointwise in target.tags or target in COPIES)
         and not is_random(node)
     )
-
-
-def _is_of_elementwise(node: fx.Node, fuses: bool) -> bool:
-    """Whether it is one of several values that are computed where they are read."""
-    return fuses and node.target is operator.getitem and _is_elementwise(node.all_input_nodes[0])
 
 
 def _reads_by_element(node: fx.Node) -> bool:
