@@ -83,6 +83,10 @@ class NodeWriter(ProxyTorchDispatchMode):
         self._graph: fx.Graph = mode.tracer.graph
         self._entries: Any = mode.tracer.tensor_tracker
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # tracing is kept from Dynamo as a whole
+
     def __torch_dispatch__(
         self,
         func: Any,
