@@ -165,7 +165,7 @@ def add(
     kwargs: dict[str, Any] | None = None,
     name: str | None = None,
 ) -> fx.Node:
-    """A node that calls `target`, at the end of a graph.
+    """A node that calls `target`, where the graph inserts nodes.
 
     It is what `fx.Graph.create_node` adds, which looks for raw symbolic sizes in all arguments.
     """

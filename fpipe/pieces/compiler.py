@@ -183,8 +183,8 @@ def _told(label: str) -> Iterator[None]:
 def _uncompiled(graph: fx.Graph) -> Boxed:
     """The graph as Python, taking its inputs from a list and dropping each after its last use.
 
-    Not as a `GraphModule`: each is a class of its own, which all modules of the process pay for
-    whenever torch traces, and torch keeps its text for good, which it also takes long to write.
+    It is no `GraphModule`: each of those is a class, which slows every later trace of torch's, and
+    has a text that takes long to write and that torch never frees.
     """
     nodes = list(graph.nodes)
     names = {node: f"v{number}" for number, node in enumerate(nodes)}
@@ -199,6 +199,10 @@ def _uncompiled(graph: fx.Graph) -> Boxed:
             return f"[{', '.join(map(text, value))}]"
         if isinstance(value, tuple):
             return f"({''.join(text(item) + ', ' for item in value)})"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{key!r}: {text(item)}' for key, item in value.items())}}}"
+        if isinstance(value, slice):
+            return f"slice({text(value.start)}, {text(value.stop)}, {text(value.step)})"
         if type(value) in _AS_WRITTEN:
             return repr(value)
         name = f"c{len(objects)}"

@@ -41,7 +41,7 @@ class Piece:
     Attributes:
         inputs: names of the values it reads.
         outputs: names of the values it returns.
-        _nodes: of the joint graph, what it reads, what it runs, and what it returns.
+        _nodes: those of the joint graph that it reads, runs and returns.
     """
 
     inputs: tuple[str, ...]

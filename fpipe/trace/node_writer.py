@@ -4,10 +4,9 @@
                       │
                       └──► torch's own mode: constants, symbolic sizes, what is decomposed
 
-It is what `make_fx` does, in the same modes and with the same nodes. That is made for all that may
-come: it took half of the time of a recording. Most operations have abstract tensors and plain
-numbers alone, which need no more than a look into a table; and a function of flat tensors needs
-neither a signature nor all classes of modules patched.
+The nodes are those of `make_fx`, which handles every case and took half of the time of a recording.
+Most operations take abstract tensors and plain numbers alone: this writes them at once. Nor does a
+function of flat tensors need a signature, or patched classes of modules.
 """
 
 from __future__ import annotations
@@ -39,8 +38,10 @@ _LITERALS: Final = frozenset(
     }
 )
 """The types of arguments that stand in a node as they are."""
-_LEAVES: Final = frozenset({FakeTensor, *_LITERALS})
-_NAMES: Final[dict[Any, str]] = {}
+_RESULTS: Final = frozenset({FakeTensor, *_LITERALS})
+"""The types of what an operation returns several of."""
+_SHORT_NAMES: Final[dict[Any, str]] = {}
+"""By operation; see `_short_name`."""
 
 
 def write_graph(
@@ -79,13 +80,13 @@ class NodeWriter(ProxyTorchDispatchMode):
 
     def __init__(self, mode: ProxyTorchDispatchMode) -> None:
         super().__init__(mode.tracer, mode.tracing_mode)
-        self._mode: Any = mode
+        self._fallback: Any = mode
         self._graph: fx.Graph = mode.tracer.graph
         self._entries: Any = mode.tracer.tensor_tracker
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # tracing is kept from Dynamo as a whole
+        return False  # `tracing` keeps Dynamo out
 
     def __torch_dispatch__(
         self,
@@ -97,22 +98,22 @@ class NodeWriter(ProxyTorchDispatchMode):
         """Write a node for `func`, and call it."""
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].device
-        name = _NAMES.get(func)
+        name = _SHORT_NAMES.get(func)
         if name is None:
-            name = _NAMES[func] = _short_name(func)
+            name = _SHORT_NAMES[func] = _short_name(func)
         options = kwargs or {}
         if not name or fx_traceback.has_preserved_node_meta():
-            return self._mode.__torch_dispatch__(func, types, args, options)
+            return self._fallback.__torch_dispatch__(func, types, args, options)
         try:
             written = tuple(map(self._written, args))
             named = {key: self._written(value) for key, value in options.items()}
         except _Unwritten:
-            return self._mode.__torch_dispatch__(func, types, args, options)
+            return self._fallback.__torch_dispatch__(func, types, args, options)
         node = add(self._graph, func, written, named, name)
         result = func(*args, **options)
         if type(result) is FakeTensor:
             self._track(node, result)
-        elif type(result) in (list, tuple) and _LEAVES.issuperset(map(type, result)):
+        elif type(result) in (list, tuple) and _RESULTS.issuperset(map(type, result)):
             node.meta["val"] = result
             for place, item in enumerate(result):
                 one = add(self._graph, getitem, (node, place), name="getitem")
@@ -127,7 +128,7 @@ class NodeWriter(ProxyTorchDispatchMode):
     def placeholder(self, name: str, value: Tensor) -> fx.Node:
         """Let an abstract tensor be an argument of the graph.
 
-        The node stands where the recording is: `fx` wants placeholders first, so move it then.
+        The node stands where the recording is. `fx` wants placeholders first: the caller moves it.
         """
         node = self._graph.placeholder(name)
         self._track(node, value)
@@ -139,7 +140,7 @@ class NodeWriter(ProxyTorchDispatchMode):
         if value._has_symbolic_sizes_strides:
             track_tensor_tree(value, proxy, constant=None, tracer=self.tracer)
         else:
-            # Nothing beneath functionalization writes to it, so it needs no copy to describe it.
+            # Nothing beneath functionalization writes to it, so the node keeps it, and no copy.
             node.meta["val"] = value
             self._entries[value] = ProxyTensor(proxy, None)
 
@@ -165,8 +166,8 @@ class _Unwritten(Exception):
 def _short_name(func: Any) -> str:
     """The name of the nodes of an operation, empty where torch's mode writes them.
 
-    It decomposes some; it keeps the numbers of others, and sizes that depend on data; and it notes
-    how the arguments lie in memory where a kernel asks for that.
+    torch decomposes some, tracks the constants and the data-dependent sizes of others, and notes
+    the strides that a few ask for.
     """
     short = (
         isinstance(func, torch._ops.OpOverload)

@@ -135,10 +135,10 @@ def test_most_operations_go_the_short_way(monkeypatch: pytest.MonkeyPatch) -> No
     def block(x: Tensor, w: Tensor) -> list[list[Tensor]]:
         mode = get_proxy_mode()
         assert isinstance(mode, NodeWriter)
-        inner = mode._mode
+        inner = mode._fallback
         monkeypatch.setattr(
             mode,
-            "_mode",
+            "_fallback",
             type("", (), {"__torch_dispatch__": lambda _, *call: _noted(left, inner, call)})(),
         )
         hidden = aten.gelu.default(aten.mm.default(x, w))
