@@ -67,6 +67,7 @@ __all__ = [
     "get_proxy_mode",
     "innermost_transform",
     "innermost_value",
+    "is_composite",
     "is_transformed",
     "is_within_vmap",
     "make_fx",
@@ -172,6 +173,12 @@ def functionalized() -> Iterator[None]:
         finally:
             torch._disable_functionalization()
             torch._functionalize_enable_reapply_views(reapplied)  # type: ignore[attr-defined]
+
+
+def is_composite(operation: torch._ops.OpOverload) -> bool:
+    """Whether torch makes an operation of others, for autograd too."""
+    name = operation.name()
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
 def innermost_transform() -> str | None:

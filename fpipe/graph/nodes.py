@@ -177,7 +177,7 @@ def add(
 
 
 def copy_into(graph: fx.Graph, node: fx.Node, copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """A copy of a node that calls a function, with its value, at the end of another graph.
+    """A copy of a node that calls a function, with its value, in another graph.
 
     Args:
         graph: the other graph.

@@ -28,6 +28,7 @@ from fpipe.torch_internals import (
     FunctionalTensorMode,
     functionalized,
     functorch,
+    is_composite,
 )
 from fpipe.trace.overrides.standin import Seeing
 
@@ -210,9 +211,7 @@ def _is_plain(func: Any) -> bool:
             and func not in FunctionalTensor.metadata_fns
             and "lift" not in func.name()
             and "_to_copy" not in func.name()
-            and not torch._C._dispatch_has_kernel_for_dispatch_key(
-                func.name(), "CompositeImplicitAutograd"
-            )
+            and not is_composite(func)
         )
     return known
 

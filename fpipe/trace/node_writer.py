@@ -28,6 +28,7 @@ from fpipe.torch_internals import (
     disable_autocast_cache,
     fx_traceback,
     fx_tracing,
+    is_composite,
     track_tensor_tree,
 )
 
@@ -60,7 +61,7 @@ def write_graph(
     """
     tracer = PythonKeyTracer()
     tracer.root, tracer.graph, tracer.tensor_attrs = nn.Module(), fx.Graph(), {}
-    writer = NodeWriter(ProxyTorchDispatchMode(tracer, "real"))
+    writer = NodeWriter(tracer, "real")
     with fx_tracing(), writer, disable_autocast_cache():
         for number, value in enumerate(values):
             writer.placeholder(f"arg{number}_1", value)
@@ -72,17 +73,7 @@ def write_graph(
 
 
 class NodeWriter(ProxyTorchDispatchMode):
-    """Writes each operation that reaches it as a node, in place of the mode that `make_fx` enters.
-
-    Args:
-        mode: torch's own, for operations that do not go the short way.
-    """
-
-    def __init__(self, mode: ProxyTorchDispatchMode) -> None:
-        super().__init__(mode.tracer, mode.tracing_mode)
-        self._fallback: Any = mode
-        self._graph: fx.Graph = mode.tracer.graph
-        self._entries: Any = mode.tracer.tensor_tracker
+    """Writes each operation as a node; what has no short way, the mode of torch writes."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -91,7 +82,7 @@ class NodeWriter(ProxyTorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Sequence[type],
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -101,22 +92,22 @@ class NodeWriter(ProxyTorchDispatchMode):
         name = _SHORT_NAMES.get(func)
         if name is None:
             name = _SHORT_NAMES[func] = _short_name(func)
-        options = kwargs or {}
+        options = dict(kwargs or {})
         if not name or fx_traceback.has_preserved_node_meta():
-            return self._fallback.__torch_dispatch__(func, types, args, options)
+            return super().__torch_dispatch__(func, types, args, options)
         try:
             written = tuple(map(self._written, args))
             named = {key: self._written(value) for key, value in options.items()}
         except _Unwritten:
-            return self._fallback.__torch_dispatch__(func, types, args, options)
-        node = add(self._graph, func, written, named, name)
+            return super().__torch_dispatch__(func, types, args, options)
+        node = add(self.tracer.graph, func, written, named, name)
         result = func(*args, **options)
         if type(result) is FakeTensor:
             self._track(node, result)
         elif type(result) in (list, tuple) and _RESULTS.issuperset(map(type, result)):
             node.meta["val"] = result
             for place, item in enumerate(result):
-                one = add(self._graph, getitem, (node, place), name="getitem")
+                one = add(self.tracer.graph, getitem, (node, place), name="getitem")
                 if type(item) is FakeTensor:
                     self._track(one, item)
         else:
@@ -130,7 +121,7 @@ class NodeWriter(ProxyTorchDispatchMode):
 
         The node stands where the recording is. `fx` wants placeholders first: the caller moves it.
         """
-        node = self._graph.placeholder(name)
+        node = self.tracer.graph.placeholder(name)
         self._track(node, value)
         return node
 
@@ -142,7 +133,7 @@ class NodeWriter(ProxyTorchDispatchMode):
         else:
             # Nothing beneath functionalization writes to it, so the node keeps it, and no copy.
             node.meta["val"] = value
-            self._entries[value] = ProxyTensor(proxy, None)
+            self.tracer.tensor_tracker[value] = ProxyTensor(proxy, None)
 
     def _written(self, value: Any) -> Any:
         """An argument of an operation as one of its node."""
@@ -150,7 +141,7 @@ class NodeWriter(ProxyTorchDispatchMode):
         if kind in _LITERALS:
             return value
         if kind is FakeTensor:
-            entry = self._entries.get(value)
+            entry = self.tracer.tensor_tracker.get(value)
             if entry is None or entry.constant is not None:
                 raise _Unwritten
             return entry.proxy.node
@@ -174,9 +165,7 @@ def _short_name(func: Any) -> str:
         and func.namespace == "aten"
         and not _WATCHED.intersection(func.tags)
         and func not in _FRESH
-        and not torch._C._dispatch_has_kernel_for_dispatch_key(
-            func.name(), "CompositeImplicitAutograd"
-        )
+        and not is_composite(func)
     )
     return fx.Graph()._target_to_str(func.overloadpacket.__name__) if short else ""
 
