@@ -127,6 +127,8 @@ def walk(pipe: Subpipeline, microbatches: int, width: int, budget: int) -> Diagr
     for turn in range(len(layers) - 1):
         kept: dict[Counts, list[State]] = {}
         for counts, reached in layers[turn].items():
+            if not reached:
+                continue  # no state of the layers before takes the step to these counts
             states = undominated(reached)
             if len(states) > width:
                 states, exact = _merged(states, width), False

@@ -8,7 +8,7 @@ precedences at pairs (Vilím, Lecture Notes in Computer Science 2470, 2002).
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -96,15 +96,17 @@ def _detect_precedences(
     """Put off each task behind all that cannot come after it; return the number of looks."""
     count, looks = len(heads), 0
     by_start = sorted(range(count), key=lambda at: deadlines[at] - times[at])
-    before, nth = [False] * count, 0
+    before: list[int] = []  # those that cannot come after what ends at `end`, in order
     for at in sorted(range(count), key=lambda at: heads[at] + times[at]):
         end = heads[at] + times[at]
-        while nth < count and deadlines[by_start[nth]] - times[by_start[nth]] < end:
-            before[by_start[nth]] = True
-            nth += 1
+        while len(before) < count:
+            other = by_start[len(before)]
+            if deadlines[other] - times[other] >= end:
+                break
+            insort(before, other)
         work = 0
-        for other in range(count - 1, -1, -1):
-            if before[other] and other != at:
+        for other in reversed(before):
+            if other != at:
                 work += times[other]
                 if heads[other] + work > later[at]:
                     later[at] = heads[other] + work

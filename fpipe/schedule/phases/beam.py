@@ -143,6 +143,8 @@ def _walk(
         limit = float("inf") if problem.objective == "span" else incumbents.value * (1 - 1e-12)
         scored: list[_Scored] = []
         for counts, reached in layers[nth].items():
+            if not reached:
+                continue
             left = work_left(pipe, counts, sums)
             bonus = weights[0] * sum(counts[2]) + weights[1] * sum(counts[1])
             for state in undominated(reached):
