@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fpipe.errors import FpipeError
 from fpipe.schedule import Action, Schedule
-from fpipe.schedule.dependencies import chain, dependencies
+from fpipe.schedule.dependencies import dependencies
 from fpipe.schedule.grid import one_line
 from fpipe.schedule.simulation.events import Event
 from fpipe.schedule.timeline import Timeline
@@ -149,7 +149,7 @@ def timeline_of(
     would have read, but never behind the start of what its rank ran next.
     """
     origin = min((start for row in marks for start, _ in row.values()), default=0.0)
-    graph = dependencies(schedule.actions, chain(schedule.num_stages))
+    graph = dependencies(schedule.actions)
     ran: list[tuple[float, float] | None] = []
     until: list[float] = []  # per action, the start of what its rank ran next
     for actions, row in zip(schedule.actions, marks, strict=True):

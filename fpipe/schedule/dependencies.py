@@ -9,18 +9,6 @@ from itertools import accumulate
 
 from fpipe.schedule.action import Action, Op
 
-Reads = tuple[tuple[int, ...], ...]  # per stage, the stages whose output it reads
-
-
-def chain(num_stages: int) -> Reads:
-    """Each stage reads the one before it; stage 0 reads the microbatch alone.
-
-    Example:
-        >>> chain(3)
-        ((), (0,), (1,))
-    """
-    return tuple((stage - 1,) if stage else () for stage in range(num_stages))
-
 
 @dataclass(frozen=True)
 class Dependencies:
@@ -70,19 +58,15 @@ class Dependencies:
         return rank, number - self.starts[rank]
 
 
-def dependencies(rows: Sequence[Sequence[Action]], reads: Reads) -> Dependencies:
+def dependencies(rows: Sequence[Sequence[Action]]) -> Dependencies:
     """The dependency graph of the rows of a schedule.
 
-    A forward needs the forwards that its stage reads. A backward needs the forward of its stage and
-    the backwards of all stages that read it, whose sum is its cotangent. W needs I; where a stage
-    has W and no I, W is itself the backward. Whole-stage actions need nothing.
-
-    Args:
-        rows: the actions of each rank.
-        reads: per stage, the stages whose output it reads, such as `chain` makes.
+    A forward needs the forward of the stage before. A backward needs the forward of its stage and
+    the backward of the stage after. W needs I; where a stage has W and no I, W is itself the
+    backward. Whole-stage actions need nothing.
 
     Example:
-        >>> graph = dependencies([[Action(0, Op.F, 0)], [Action(1, Op.F, 0)]], chain(2))
+        >>> graph = dependencies([[Action(0, Op.F, 0)], [Action(1, Op.F, 0)]])
         >>> graph.needs
         ((), (0,))
         >>> list(graph.run_order())
@@ -90,11 +74,6 @@ def dependencies(rows: Sequence[Sequence[Action]], reads: Reads) -> Dependencies
     """
     actions = tuple(action for row in rows for action in row)
     starts = (0, *accumulate(len(row) for row in rows))
-    readers: list[list[int]] = [[] for _ in reads]
-    for reader, read in enumerate(reads):
-        for stage in read:
-            readers[stage].append(reader)
-
     forwards: dict[tuple[int, int | None], int] = {}
     cotangents: dict[tuple[int, int | None], int] = {}  # outputs of B or I
     for number, (stage, op, microbatch) in enumerate(actions):
@@ -107,13 +86,12 @@ def dependencies(rows: Sequence[Sequence[Action]], reads: Reads) -> Dependencies
     for stage, op, microbatch in actions:
         inputs: list[int | None] = []
         if op == Op.F:
-            inputs = [forwards.get((source, microbatch)) for source in reads[stage]]
+            inputs = [forwards.get((stage - 1, microbatch))]
         elif op == Op.W and (stage, microbatch) in cotangents:
             inputs = [cotangents[stage, microbatch]]
         elif op in (Op.B, Op.I, Op.W):
             # The input of the same rank first: an error then names the nearest fault.
-            inputs = [forwards.get((stage, microbatch))]
-            inputs += [cotangents.get((reader, microbatch)) for reader in readers[stage]]
+            inputs = [forwards.get((stage, microbatch)), cotangents.get((stage + 1, microbatch))]
         needs.append(tuple(number for number in inputs if number is not None))
     return Dependencies(actions, starts, tuple(needs))
 
@@ -138,7 +116,7 @@ def earliest_starts(
     """
     if any(not 0 <= action.stage < num_stages for row in rows for action in row):
         return None
-    graph = dependencies(rows, chain(num_stages))
+    graph = dependencies(rows)
     ends = [0.0] * len(graph.actions)
     starts: list[list[float]] = [[] for _ in rows]
     for number in graph.run_order():

@@ -212,13 +212,13 @@ class Timeline:
         Each starts when the one before it ends, on the same rank, or when the output of the one
         before it arrives. In a recorded run, each is the last that its successor waited for.
         """
-        path = critical_path(self.events, self.schedule.num_stages, self.cost)
+        path = critical_path(self.events, self.cost)
         return tuple(self.events[rank][at] for rank, at in path)
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """Every value that goes from rank to rank: its source, its target, its arrival."""
-        return tuple(transfers(self.events, self.schedule.num_stages, self.cost))
+        return tuple(transfers(self.events, self.cost))
 
     @cached_property
     def bound(self) -> float:

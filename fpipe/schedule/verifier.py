@@ -10,7 +10,7 @@ from typing import Final
 
 from fpipe.errors import ScheduleError, a_type
 from fpipe.schedule.action import COMPUTE_OPS, WHOLE_STAGE_OPS, Action, Op
-from fpipe.schedule.dependencies import Dependencies, Reads, chain, dependencies
+from fpipe.schedule.dependencies import Dependencies, dependencies
 from fpipe.schedule.schedule import Schedule
 
 Owed = tuple[frozenset[Op], ...]
@@ -74,8 +74,7 @@ def verify(schedule: Schedule, requires: Requires | None = None) -> None:
 whose result it reads: move 1F0 before it
     """
     check_schedule(schedule)
-    reads = chain(schedule.num_stages)
-    owed = owed_by_stage(requires, reads)
+    owed = owed_by_stage(requires, schedule.num_stages)
     for rank, row in enumerate(schedule.actions):
         for position, action in enumerate(row):
             if fault := _fault(action, rank, schedule.placement):
@@ -84,7 +83,7 @@ whose result it reads: move 1F0 before it
     for rank, row in enumerate(schedule.actions):
         check_whole_stage(rank, row, owed)
     _check_updates(schedule, owed)
-    check_order(dependencies(schedule.actions, reads))
+    check_order(dependencies(schedule.actions))
 
 
 def check_schedule(schedule: object) -> None:
@@ -271,10 +270,7 @@ def check_order(graph: Dependencies) -> None:
             A circle of one rank is an action that stands before one whose result it reads.
 
     Example:
-        >>> from fpipe.schedule.action import Action
-        >>> from fpipe.schedule.dependencies import chain, dependencies
-        >>> rows = [[Action.parse("0B0"), Action.parse("0F0")]]
-        >>> check_order(dependencies(rows, chain(1)))
+        >>> check_order(dependencies([[Action.parse("0B0"), Action.parse("0F0")]]))
         Traceback (most recent call last):
         ...
         fpipe.errors.ScheduleError: rank 0 runs 0B0 (actions[0][0]) before 0F0 (actions[0][1]), \
@@ -319,44 +315,44 @@ def _circle(graph: Dependencies, waits: Sequence[tuple[int, int]]) -> str:
     )
 
 
-def owed_by_stage(requires: Requires | None, reads: Reads) -> Owed:
+def owed_by_stage(requires: Requires | None, stages: int) -> Owed:
     """`requires` as one set of ops per stage.
 
     Args:
         requires: as `fpipe.verify` takes it.
-        reads: per stage, the stages whose output it reads.
+        stages: how many there are.
 
     Raises:
         ScheduleError: `requires` is not a sequence with one entry per stage, an entry is not F
             with or without I and W, or a stage owes a gradient that no stage after it passes back.
 
     Example:
-        >>> [" ".join(sorted(owed)) for owed in owed_by_stage(["F", "FW"], ((), (0,)))]
+        >>> [" ".join(sorted(owed)) for owed in owed_by_stage(["F", "FW"], 2)]
         ['F', 'F W']
     """
     if requires is None:
         requires = "FIW"
     if isinstance(requires, str):
-        requires = [requires] * len(reads)
+        requires = [requires] * stages
     if not isinstance(requires, Sequence):
         raise ScheduleError(
             f"requires={requires!r:.60} is {a_type(requires)}: give one entry per stage, "
             "such as 'FIW', or one string for them all"
         )
-    if len(requires) != len(reads):
+    if len(requires) != stages:
         raise ScheduleError(
-            f"requires has {len(requires)} entries and the schedule {len(reads)} stages: give one "
+            f"requires has {len(requires)} entries and the schedule {stages} stages: give one "
             "entry per stage, or one string for them all"
         )
     owed = tuple(_entry(stage, entry) for stage, entry in enumerate(requires))
-    for reader, sources in enumerate(reads):
-        for stage in sources:
-            if len(owed[stage]) > 1 and Op.I not in owed[reader]:
-                raise ScheduleError(
-                    f"requires[{stage}]={requires[stage]!r} owes a gradient, which comes from the "
-                    f"input gradient of stage {reader}, and requires[{reader}]="
-                    f"{requires[reader]!r} has no I: add it there, or owe F alone at stage {stage}"
-                )
+    for stage in range(stages - 1):
+        reader = stage + 1
+        if len(owed[stage]) > 1 and Op.I not in owed[reader]:
+            raise ScheduleError(
+                f"requires[{stage}]={requires[stage]!r} owes a gradient, which comes from the "
+                f"input gradient of stage {reader}, and requires[{reader}]="
+                f"{requires[reader]!r} has no I: add it there, or owe F alone at stage {stage}"
+            )
     return owed
 
 

@@ -194,7 +194,7 @@ def draw_up(
     waited: list[list[Wait]] = [[Wait(None, event.start) for event in row] for row in events]
     messages: list[Hop] = []
     if waits:
-        waited, messages = waits_of(events, len(placement), cost)
+        waited, messages = waits_of(events, cost)
     rows = tuple(
         tuple(
             Box(
@@ -216,7 +216,7 @@ def draw_up(
     memory = (tuple((time - zero, amount) for time, amount in held(row, costs)) for row in events)
     carried: list[Carried] = []
     if cost is not None and cost.has_transfers:
-        for ((rank, at), target), way in sendings(events, len(placement), cost).items():
+        for ((rank, at), target), way in sendings(events, cost).items():
             action, start, end = events[rank][at].action, way.start - zero, way.end - zero
             if end > start:
                 link = cost.way(rank, target)

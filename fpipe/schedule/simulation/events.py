@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from fpipe.schedule.action import COMPUTE_OPS, SHARDING_OPS, Action, Op
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.dependencies import Dependencies, chain, dependencies
+from fpipe.schedule.dependencies import Dependencies, dependencies
 from fpipe.schedule.stage_costs import StageCosts
 
 
@@ -168,9 +168,7 @@ class Transfer(NamedTuple):
     arrives: float
 
 
-def waits_of(
-    events: Events, num_stages: int, cost: Cost | None
-) -> tuple[list[list[Wait]], list[Hop]]:
+def waits_of(events: Events, cost: Cost | None) -> tuple[list[list[Wait]], list[Hop]]:
     """The wait of each action per rank, and every value that goes from rank to rank.
 
     An action waits for the end of the one before it on its rank, or of its transfer where that
@@ -182,13 +180,12 @@ def waits_of(
 
     Args:
         events: the events of each rank.
-        num_stages: number of stages.
         cost: latencies between ranks; None if unknown, which counts as 0.
 
     Returns:
         The waits in the order of the rows; the messages in the order of their readers.
     """
-    graph = dependencies([[event.action for event in row] for row in events], chain(num_stages))
+    graph = dependencies([[event.action for event in row] for row in events])
     begun = min((row[0].start for row in events if row), default=0.0)
     arrivals = _arrivals(events, graph, cost)
     left = _left(events, arrivals, cost)
@@ -251,11 +248,9 @@ class Sending(NamedTuple):
     arrival: float
 
 
-def sendings(
-    events: Events, num_stages: int, cost: Cost | None
-) -> dict[tuple[Position, int], Sending]:
+def sendings(events: Events, cost: Cost | None) -> dict[tuple[Position, int], Sending]:
     """Every value that goes from rank to rank, by the position of its maker and its target rank."""
-    graph = dependencies([[event.action for event in row] for row in events], chain(num_stages))
+    graph = dependencies([[event.action for event in row] for row in events])
     return _arrivals(events, graph, cost)
 
 
@@ -302,14 +297,14 @@ def _left(
     return left
 
 
-def critical_path(events: Events, num_stages: int, cost: Cost | None) -> list[Position]:
+def critical_path(events: Events, cost: Cost | None) -> list[Position]:
     """Positions of the actions that the last end waited for, first to last."""
     ends = [
         (event.end, -rank, at) for rank, row in enumerate(events) for at, event in enumerate(row)
     ]
     if not ends:
         return []
-    waits, _ = waits_of(events, num_stages, cost)
+    waits, _ = waits_of(events, cost)
     _, rank, at = max(ends)
     here: Position | None = (-rank, at)
     path: list[Position] = []
@@ -319,10 +314,10 @@ def critical_path(events: Events, num_stages: int, cost: Cost | None) -> list[Po
     return path[::-1]
 
 
-def transfers(events: Events, num_stages: int, cost: Cost | None) -> Iterator[Transfer]:
+def transfers(events: Events, cost: Cost | None) -> Iterator[Transfer]:
     """Every value that crosses ranks, in the order of its readers, rank by rank."""
-    arrivals = sendings(events, num_stages, cost)
-    for source, target in waits_of(events, num_stages, cost)[1]:
+    arrivals = sendings(events, cost)
+    for source, target in waits_of(events, cost)[1]:
         source_rank, maker, _, sent = events[source[0]][source[1]]
         target_rank, reader, start, _ = events[target[0]][target[1]]
         arrives = start if cost is None else arrivals[source, target_rank].arrival

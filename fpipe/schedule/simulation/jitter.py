@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.arguments import plain_integer, plain_number
-from fpipe.schedule.dependencies import chain, dependencies
+from fpipe.schedule.dependencies import dependencies
 from fpipe.schedule.simulation.clocks import run_rows
 from fpipe.schedule.simulation.link_queues import Link
 from fpipe.schedule.stage_costs import StageCosts
@@ -121,7 +121,7 @@ def trial_makespans(
     if costs.shared:
         # The order of messages on a link differs from trial to trial.
         return _one_by_one(rows, costs, sizes, draws)
-    graph = dependencies(rows, chain(len(costs.f)))
+    graph = dependencies(rows)
     paired: set[int] = set()  # F's that run together with the B behind them
     if costs.pair is not None:
         needs = list(graph.needs)
