@@ -48,11 +48,6 @@ def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     return leaves, spec
 
 
-def structure_of_wholes(spec: optree.PyTreeSpec) -> optree.PyTreeSpec:
-    """A structure in which DTensors are leaves, as a user sees it."""
-    return dtensors.structure_of_wholes(spec)
-
-
 def entries(spec: optree.PyTreeSpec, tree: Any) -> list[Any]:
     """The entries of a tree in the places of the leaves of a structure: DTensors are whole.
 
@@ -61,6 +56,11 @@ def entries(spec: optree.PyTreeSpec, tree: Any) -> list[Any]:
     """
     values: list[Any] = dtensors.structure_of_wholes(spec).flatten_up_to(tree)
     return values
+
+
+def of_entries(spec: optree.PyTreeSpec, values: Sequence[Any]) -> Any:
+    """The inverse of `entries`."""
+    return optree.tree_unflatten(dtensors.structure_of_wholes(spec), values)
 
 
 def key_paths(spec: optree.PyTreeSpec) -> list[tuple[Any, ...]]:

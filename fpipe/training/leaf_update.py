@@ -1,12 +1,17 @@
 """An optimizer's step of one parameter: a pure function of it, its gradient and state.
 
-Those of all members of an ensemble are one step too.
+An average of the parameter over the steps is one more tensor of its state:
+
+    param, state ── the optimizer's step ──► param, state
+    average ── average + (1 - ema) * (param - average) ──► average
+
+The steps of all members of an ensemble are one step too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +22,9 @@ from fpipe.torch_internals import is_transformed
 
 Moments = dict[str, Tensor]
 """The state of one parameter, by the names that the optimizer gives: ``exp_avg``."""
+
+EMA: Final = "ema"
+"""The name of the average in a parameter's state."""
 
 
 class LeafUpdate(Protocol):
@@ -45,11 +53,9 @@ class LeafUpdate(Protocol):
         """Whether parameters along dimension 0 may be taken for one, to the same bits."""
 
     def held(self, value: Tensor, device: torch.device) -> Tensor:
-        """A tensor of a state that was read from a file, where it is to live.
+        """A tensor of a state, read from a file to the CPU, where it is to live.
 
-        Args:
-            value: on the CPU.
-            device: of the parameter.
+        One without dimensions is a number, which stays there; `device` is that of the parameter.
         """
 
     def check_divided(self, name: str, param: Tensor, hyper: Mapping[str, Any]) -> None:
@@ -82,21 +88,76 @@ class LeafUpdate(Protocol):
         """
 
 
-def held_beside(value: Tensor, device: torch.device) -> Tensor:
-    """A tensor of a state beside its parameter; one without dimensions is a number of the CPU."""
-    return value.to(device) if value.dim() else value
+class Averaging:
+    """A `LeafUpdate` that also keeps an exponential moving average of the parameter.
+
+    As `torch.optim.swa_utils.get_ema_multi_avg_fn` makes it (Polyak and Juditsky, 1992). It begins
+    with the parameters before the first step.
+
+    Args:
+        updates: the step of the optimizer.
+        ema: the share of the average that stays in each step.
+    """
+
+    def __init__(self, updates: LeafUpdate, ema: float) -> None:
+        self._updates = updates
+        self._ema = ema
+        self.defaults = updates.defaults
+
+    def replaced(self, hyper: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
+        """As `LeafUpdate.replaced`."""
+        return self._updates.replaced(hyper, by)
+
+    def init(self, param: Tensor, hyper: Mapping[str, Any]) -> Moments:
+        """As `LeafUpdate.init`, with the average."""
+        state = self._updates.init(param, hyper)
+        if EMA in state:
+            raise FpipeError(f"the optimizer has {EMA!r} in its state, the name of fpipe's average")
+        return state | {EMA: param.detach().clone()}
+
+    def names(self, param: Tensor, hyper: Mapping[str, Any]) -> list[str]:
+        """As `LeafUpdate.names`, with that of the average."""
+        return [*self._updates.names(param, hyper), EMA]
+
+    def takes_stacked(self, params: Tensor, hyper: Mapping[str, Any]) -> bool:
+        """As `LeafUpdate.takes_stacked`."""
+        return self._updates.takes_stacked(params, hyper)
+
+    def held(self, value: Tensor, device: torch.device) -> Tensor:
+        """As `LeafUpdate.held`."""
+        return self._updates.held(value, device)
+
+    def check_divided(self, name: str, param: Tensor, hyper: Mapping[str, Any]) -> None:
+        """As `LeafUpdate.check_divided`."""
+        self._updates.check_divided(name, param, hyper)
+
+    def __call__(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        moments: Moments,
+        hyper: Mapping[str, Any],
+        count: int,
+        *,
+        in_place: bool = False,
+    ) -> tuple[Tensor, Moments]:
+        """As `LeafUpdate`, with the average."""
+        if EMA not in moments:
+            raise FpipeError(
+                f"state.moments has no {EMA!r}: the state is that of a trainer without ema=; make "
+                "one by trainer.init(params)"
+            )
+        others = {name: value for name, value in moments.items() if name != EMA}
+        moved, state = self._updates(param, grad, others, hyper, count, in_place=in_place)
+        average, share = moments[EMA], 1 - self._ema
+        after = average.lerp_(moved, share) if in_place else average.lerp(moved, share)
+        return moved, state | {EMA: after}
 
 
 class UpdatesOfMembers:
     """A `LeafUpdate`, mapped over the first dimension of parameter, gradient and state.
 
     A hyperparameter may be a tensor of one dimension, with a number for each member.
-
-    Args:
-        updates: the step of one member.
-
-    Attributes:
-        defaults: hyperparameters that all members share.
     """
 
     def __init__(self, updates: LeafUpdate) -> None:

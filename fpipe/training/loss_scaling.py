@@ -51,12 +51,7 @@ class LossScaling(NamedTuple):
             return LossScale(torch.tensor(self.first), torch.zeros((), dtype=torch.int32))
 
     def after(self, before: LossScale, *, finite: bool) -> LossScale:
-        """The scale of the next step.
-
-        Args:
-            before: that of this step.
-            finite: whether its gradients were.
-        """
+        """The scale of the next step, after one whose gradients were `finite`, or were not."""
         scale, count = before
         if not finite:
             return LossScale(scale * self.backoff, torch.zeros_like(count))
@@ -67,10 +62,7 @@ class LossScaling(NamedTuple):
 
 
 def read_loss_scale(loss_scale: Any) -> LossScaling | None:
-    """The rule that a user names.
-
-    Args:
-        loss_scale: as for `fpipe.train`.
+    """The rule that a user names, as for `fpipe.train`.
 
     Raises:
         FpipeError: it is something else.
@@ -98,9 +90,6 @@ def read_loss_scale(loss_scale: Any) -> LossScaling | None:
 
 def check_scaled(leaves: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse to train parameters of float16, whose gradients have no room without the scale.
-
-    Args:
-        leaves: that are trained, by name.
 
     Raises:
         FpipeError: names the first.

@@ -26,9 +26,6 @@ class Offloaded:
     Args:
         updates: the step.
         keep: puts a tensor of the state where it is to live.
-
-    Attributes:
-        defaults: hyperparameters by default.
     """
 
     def __init__(self, updates: LeafUpdate, keep: Callable[[Tensor], Tensor]) -> None:
@@ -94,10 +91,6 @@ class Offloaded:
 
 def offloaded(updates: LeafUpdate, offload: str | PathLike[str] | None) -> LeafUpdate:
     """The step with its state where a user's ``offload`` says.
-
-    Args:
-        updates: the step.
-        offload: as for `fpipe.train`.
 
     Raises:
         FpipeError: it is no path, or no directory can be there.

@@ -83,6 +83,10 @@ class Update:
     numbers: tuple[str, ...]
     guards: tuple[Guard, ...]
 
+    def holds(self, values: Mapping[str, float]) -> bool:
+        """Whether it is right for these values of its numbers."""
+        return all(guard(values) for guard in self.guards)
+
 
 def numbers_of(hyper: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters that are floats or tensors, by name; of a tuple each: ``betas.0``."""

@@ -17,12 +17,7 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.checkpoint.checkpoint_files import DistributedDirectory
 from fpipe.checkpoint.checkpoint_reader import source_of
-from fpipe.checkpoint.checkpoint_writer import (
-    FACTS,
-    Content,
-    absolute,
-    beside,
-)
+from fpipe.checkpoint.checkpoint_writer import FACTS, Content, absolute, beside
 from fpipe.dtensors import placements_of
 from fpipe.errors import BatchError, FpipeError, error_text, few
 from fpipe.modules.module_pipeline import ModulePipeline
@@ -31,6 +26,7 @@ from fpipe.parameters.holding import names_of, saved
 from fpipe.pipelines import Pipeline, engine_of
 from fpipe.training.loss_scaling import LossScale, LossScaling
 from fpipe.training.train_step import TrainState
+from fpipe.training.trees import entries_of
 
 Kinds = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -217,18 +213,12 @@ def _moments(pipe: Pipeline, rule: Any, source: Path, facts: Any, params: Any) -
                 moments[moment] = rule.held(value, leaf.device)
         return moments
 
-    return pytree.unflatten(
-        pytree.structure_of_wholes(spec), [moments_of(name) for name in names_of(spec)]
-    )
+    return pytree.of_entries(spec, [moments_of(name) for name in names_of(spec)])
 
 
 def _moments_by_name(params: Any, state: TrainState) -> dict[str, dict[str, Tensor] | None]:
     spec = pytree.structure(params)
-    try:
-        entries = pytree.entries(spec, state.moments)
-    except ValueError as error:
-        raise FpipeError(f"state.moments has another structure than params: {error}") from error
-    return dict(zip(names_of(spec), entries, strict=True))
+    return dict(zip(names_of(spec), entries_of(spec, state.moments, "state.moments"), strict=True))
 
 
 def _kinds(moments: Mapping[str, Tensor] | None) -> Kinds | None:

@@ -71,11 +71,6 @@ _FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
 """How the functions that torch writes into conditions are computed."""
 
 
-def all_hold(guards: Sequence[Guard], values: Mapping[str, float]) -> bool:
-    """Whether a recording is right for these values of its symbols."""
-    return all(guard(values) for guard in guards)
-
-
 class WithTensors(fx.Interpreter):
     """Runs a recording whose numbers are tensors without dimensions, in float64.
 

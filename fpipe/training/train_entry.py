@@ -6,19 +6,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from os import PathLike
-from typing import Any
+from typing import Any, get_args
 
 import optree
 import torch
 
 from fpipe.errors import FpipeError, check_choice, check_flags
 from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of
-from fpipe.training.averages import Averaging
 from fpipe.training.compiled import kernels_of
-from fpipe.training.leaf_update import LeafUpdate
+from fpipe.training.leaf_update import Averaging, LeafUpdate
 from fpipe.training.loss_scaling import read_loss_scale
 from fpipe.training.offloaded_state import offloaded
-from fpipe.training.stepping import CLIPS, Clip, Settings
+from fpipe.training.stepping import Clip, Settings
 from fpipe.training.trainer import Trainer
 from fpipe.training.trees import Groups, LeafByLeaf, PairOfFunctions, Rule, read_groups
 from fpipe.training.updates import Updates
@@ -118,7 +117,7 @@ def train(
         )
     if max_norm is not None:
         clip_by_global_norm([], max_norm)  # refuses what is no bound
-    check_choice("clip", clip, CLIPS)
+    check_choice("clip", clip, get_args(Clip))
     check_flags(donate=donate, skip_nonfinite=skip_nonfinite)
     scaling = read_loss_scale(loss_scale)
     skips = skip_nonfinite or scaling is not None

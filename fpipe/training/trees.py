@@ -23,8 +23,7 @@ from fpipe.dtensors import Placed, local, placements_of
 from fpipe.errors import FpipeError, a_type, label_of
 from fpipe.inputs.params import Moved
 from fpipe.parameters.holding import names_of
-from fpipe.training.averages import EMA
-from fpipe.training.leaf_update import LeafUpdate, Moments, UpdatesOfMembers
+from fpipe.training.leaf_update import EMA, LeafUpdate, Moments, UpdatesOfMembers
 from fpipe.training.offloaded_state import Offloaded
 from fpipe.transforms.norms import scaled_to, square_of
 
@@ -158,13 +157,8 @@ class LeafSteps(NamedTuple):
         return Moved(value, _placed(parts, leaf, self.places[place]), square)
 
     def move_others(self, moved: dict[int, Moved], grads: Any) -> None:
-        """Move the leaves that have a gradient, and have not been moved.
-
-        Args:
-            moved: by place; the others are added.
-            grads: in the structure of the parameters, None where there is nothing to do.
-        """
-        for place, grad in enumerate(_up_to(self.spec, grads, "grads")):
+        """Add the leaves that have a gradient to those that have been moved, by place."""
+        for place, grad in enumerate(entries_of(self.spec, grads, "grads")):
             if grad is not None and place not in moved:
                 moved[place] = self.move(place, self.leaves[place], grad, self.states[place])
 
@@ -172,11 +166,10 @@ class LeafSteps(NamedTuple):
         """Write the step of each leaf into it; each gradient goes as it is used.
 
         Args:
-            grads: a list that holds the gradients alone, in the structure of the parameters. It is
-                empty afterwards.
+            grads: a list that holds the tree of gradients alone, and nothing afterwards.
             scale: what gradients are multiplied with; None for 1.
         """
-        each = _up_to(self.spec, grads.pop(), "grads")
+        each = entries_of(self.spec, grads.pop(), "grads")
         each.reverse()
         for place, leaf in enumerate(self.leaves):
             grad = each.pop()
@@ -189,8 +182,7 @@ class LeafSteps(NamedTuple):
         values, states = list(self.leaves), list(self.states)
         for place, leaf in moved.items():
             values[place], states[place] = leaf.value, leaf.moments
-        moments = pytree.unflatten(pytree.structure_of_wholes(self.spec), states)
-        return pytree.unflatten(self.spec, values), moments
+        return pytree.unflatten(self.spec, values), pytree.of_entries(self.spec, states)
 
 
 class LeafByLeaf:
@@ -202,12 +194,7 @@ class LeafByLeaf:
         has_gradient: which leaves have a gradient.
     """
 
-    def __init__(
-        self,
-        updates: LeafUpdate,
-        groups: Sequence[Group],
-        has_gradient: Trained,
-    ) -> None:
+    def __init__(self, updates: LeafUpdate, groups: Sequence[Group], has_gradient: Trained) -> None:
         self._updates = updates
         self._groups = groups
         self._has_gradient = has_gradient
@@ -233,7 +220,7 @@ class LeafByLeaf:
             if places[index] is not None:
                 self._updates.check_divided(names[index], leaf, hyper)
             moments[index] = _placed(self._updates.init(leaf, hyper), leaf, places[index])
-        return pytree.unflatten(pytree.structure_of_wholes(spec), moments)
+        return pytree.of_entries(spec, moments)
 
     def trained(self, params: Any) -> Iterator[tuple[str, Tensor]]:
         """The leaves that are trained, by name."""
@@ -254,13 +241,13 @@ class LeafByLeaf:
     def averages(self, params: Any, moments: Any) -> Any:
         """The average of each leaf that is trained, and the other leaves as they are."""
         spec = pytree.structure(params)
-        states = _up_to(spec, moments, "state.moments")
+        states = entries_of(spec, moments, "state.moments")
         leaves = pytree.entries(spec, params)
         averaged = [
             leaf if state is None else state[EMA]
             for leaf, state in zip(leaves, states, strict=True)
         ]
-        return pytree.unflatten(pytree.structure_of_wholes(spec), averaged)
+        return pytree.of_entries(spec, averaged)
 
     def _moved(
         self, leaves: Sequence[Tensor], spec: optree.PyTreeSpec
@@ -291,24 +278,14 @@ class LeafByLeaf:
         in_place: bool = False,
         unscale: float = 1.0,
     ) -> LeafSteps:
-        """The step of each leaf by itself.
-
-        Args:
-            moments: as for `update`.
-            params: as for `update`.
-            count: as for `update`.
-            hyper: as for `update`.
-            squares: find the squares of the gradients' norms, too.
-            in_place: write into the leaves and their moments.
-            unscale: what gradients are multiplied with first.
-        """
+        """The step of each leaf by itself; arguments are those of `update`, and of `LeafSteps`."""
         leaves, spec = pytree.flatten(params)
         self._updates.replaced(self._updates.defaults, hyper)  # refuses those that are wrong
         return LeafSteps(
             self._updates,
             spec,
             leaves,
-            _up_to(spec, moments, "state.moments"),
+            entries_of(spec, moments, "state.moments"),
             placements_of(spec),
             [self._hyper(member, hyper) for member in (None, *range(len(self._groups)))],
             self._members_of(spec),
@@ -366,7 +343,7 @@ class PairOfFunctions:
         leaves, spec = pytree.flatten(params)
         moved = [
             leaf if update is None else (leaf + local(update)).to(leaf.dtype)
-            for leaf, update in zip(leaves, _up_to(spec, updates, "updates"), strict=True)
+            for leaf, update in zip(leaves, entries_of(spec, updates, "updates"), strict=True)
         ]
         return pytree.unflatten(spec, moved), moments
 
@@ -391,7 +368,7 @@ def _has_gradient(leaf: Tensor) -> bool:
     return not leaf.is_meta and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _up_to(spec: optree.PyTreeSpec, tree: Any, name: str) -> list[Any]:
+def entries_of(spec: optree.PyTreeSpec, tree: Any, name: str) -> list[Any]:
     """The entries of a tree in the places of the leaves of the parameters.
 
     Raises:

@@ -19,7 +19,7 @@ from fpipe.errors import FpipeError, error_text, label_of
 from fpipe.inputs.ambient import autocasts
 from fpipe.torch_internals import is_transformed
 from fpipe.training.compiled import Kernels, is_elementwise, reads_numbers
-from fpipe.training.leaf_update import Moments, held_beside
+from fpipe.training.leaf_update import Moments
 from fpipe.training.recorded_step import (
     COUNT,
     Kind,
@@ -31,7 +31,7 @@ from fpipe.training.recorded_step import (
     one_by_one,
     record_update,
 )
-from fpipe.training.scalars import WithTensors, all_hold
+from fpipe.training.scalars import WithTensors
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -202,7 +202,7 @@ class Updates:
 
     def held(self, value: Tensor, device: torch.device) -> Tensor:
         """As `LeafUpdate.held`."""
-        return held_beside(value, device)
+        return value.to(device) if value.dim() else value
 
     def check_divided(self, name: str, param: Tensor, hyper: Mapping[str, Any]) -> None:
         """As `LeafUpdate.check_divided`."""
@@ -279,13 +279,13 @@ class Updates:
         kind = Kind.of(param), None if state is None else tuple(state), hyper.fixed
         known = self._recorded.setdefault(kind, [])
         for update in known:
-            if all_hold(update.guards, values):
+            if update.holds(values):
                 return update
         kinds = tuple(map(Kind.of, (state or {}).values()))
         everywhere = self._optimizer, kind, kinds, torch.get_default_dtype(), autocasts()
         shared = _recordings(everywhere) if self._shares else known
         for update in shared:
-            if all_hold(update.guards, values):
+            if update.holds(values):
                 break
         else:
             chosen = {name: concrete(value) for name, value in hyper.by_name.items()}
