@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from fpipe import pytree
 from fpipe.dtensors import local
 from fpipe.errors import FpipeError
 from fpipe.execute.gathering import home_of
-from fpipe.execute.run_result import RunResult
 from fpipe.inputs.ambient import is_within
 from fpipe.inputs.params import Move
 from fpipe.parameters.holding import names_of
@@ -45,7 +44,6 @@ from fpipe.training.trees import LeafByLeaf, LeafSteps, Rule
 from fpipe.transforms.norms import global_norm, scale_of, scaled_to
 
 Clip = Literal["validate", "wait"]
-CLIPS: Final = ("validate", "wait")
 
 
 class Settings(NamedTuple):
@@ -80,9 +78,6 @@ class Settings(NamedTuple):
         """The rule, if stages can be updated within the step; None if all are updated after it.
 
         All ranks find the same: the parameters of some say nothing about it.
-
-        Args:
-            hyper: values of hyperparameters.
         """
         definition = self.definition
         plain = (
@@ -136,19 +131,19 @@ def _plain(settings: Settings, call: Call) -> Any:
     """A step that updates all stages at its end."""
     params, state = call.params, call.state
     result = _gradients(settings, call)
-    grads, norm = result.grads, None
+    results, grads, norm = _without_grads(settings, result), result.grads, None
     if settings.scaling is not None:
         grads = scaled_to(grads, torch.tensor(1 / call.scale, dtype=torch.float64))
     if settings.max_norm is not None:
         norm = _norm(settings.pipe, grads)
         if _is_left_out(settings, norm):
-            return _beside(settings, result, params, _left_out(settings, state), norm)
+            return _returned(settings, results, params, _left_out(settings, state), norm)
         grads = scaled_to(grads, scale_of(norm, settings.max_norm))
     tracked = _is_differentiated([result.loss, *call.hyper.values()])
     with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
         count = number_of(state.steps)
         moved, moments = settings.rule.update(grads, state.moments, params, count, call.hyper)
-    return _beside(settings, result, moved, _after(settings, state, moments), norm)
+    return _returned(settings, results, moved, _after(settings, state, moments), norm)
 
 
 def _donated(settings: Settings, call: Call) -> Any:
@@ -164,8 +159,7 @@ def _donated(settings: Settings, call: Call) -> Any:
     with torch.no_grad():
         steps = engine.validated("step", read)
         result = _gradients(settings, call)
-        loss, grads = result.loss, [result.grads]
-        model_state, aux = _model_state_and_aux(settings, result)
+        results, grads = _without_grads(settings, result), [result.grads]
         del result  # which has the gradients
         scale, norm, skips = None, None, False
         if settings.max_norm is not None:
@@ -182,7 +176,7 @@ def _donated(settings: Settings, call: Call) -> Any:
         if state.scale is not None and after.scale is not None:
             for old, new in zip(state.scale, after.scale, strict=True):
                 old.copy_(new)
-        return _returned(settings, loss, params, state, norm, model_state, aux)
+        return _returned(settings, results, params, state, norm)
 
 
 def _within(settings: Settings, rule: LeafByLeaf, call: Call) -> Any:
@@ -224,15 +218,17 @@ def _within(settings: Settings, rule: LeafByLeaf, call: Call) -> Any:
                 norm = global_norm(grads, pipe=settings.pipe) / scale
             norm = norm.to(home_of(step.leaves))
             if _is_left_out(settings, norm):
-                return _finished(settings, outcome, params, _left_out(settings, state), norm)
+                results = outcome.without_grads()
+                return _returned(settings, results, params, _left_out(settings, state), norm)
             clip = scale_of(norm, settings.max_norm)
             if not bool(clip == 1):
                 grads = scaled_to(outcome.take_grads() if grads is None else grads, clip / scale)
                 update = rule.update(grads, state.moments, params, step.before, call.hyper)
                 after = _after(settings, state, update[1])
-                return _finished(settings, outcome, update[0], after, norm)
+                return _returned(settings, outcome.without_grads(), update[0], after, norm)
         values, moments = step.trees(moved)
-        return _finished(settings, outcome, values, _after(settings, state, moments), norm)
+        after = _after(settings, state, moments)
+        return _returned(settings, outcome.without_grads(), values, after, norm)
 
 
 def _gradients(settings: Settings, call: Call) -> Any:
@@ -300,41 +296,22 @@ def _norm(pipe: Pipeline, grads: Any) -> Tensor:
     return torch.stack([global_norm(member_grads, pipe=pipe) for member_grads in by_member])
 
 
-def _beside(
-    settings: Settings, result: Any, params: Any, state: TrainState, norm: Tensor | None
-) -> Any:
-    """The result of a step, made of the pipeline's result."""
-    more = _model_state_and_aux(settings, result)
-    return _returned(settings, result.loss, params, state, norm, *more)
-
-
-def _model_state_and_aux(settings: Settings, result: Any) -> tuple[Any, Any]:
+def _without_grads(settings: Settings, result: Any) -> tuple[Any, Any, Any]:
+    """The loss, the model's state and aux; None for what is not declared."""
     kind = settings.definition
-    return (
-        result.state if kind.has_state else None,
-        result.aux if kind.has_aux else None,
-    )
-
-
-def _finished(
-    settings: Settings, outcome: RunResult, params: Any, state: TrainState, norm: Tensor | None
-) -> Any:
-    """The result of a step that has updated its stages."""
-    loss, *more = outcome.without_grads()
-    return _returned(settings, loss, params, state, norm, *more)
+    state = result.state if kind.has_state else None
+    return result.loss, state, result.aux if kind.has_aux else None
 
 
 def _returned(
     settings: Settings,
-    loss: Tensor,
+    results: tuple[Any, Any, Any],
     params: Any,
     state: TrainState,
     norm: Tensor | None,
-    model_state: Any,
-    aux: Any,
 ) -> Any:
     """The named tuple of all that the pipeline declares."""
-    kind = settings.definition
+    kind, (loss, model_state, aux) = settings.definition, results
     common = (loss, params, state, norm)
     if kind.has_state and kind.has_aux:
         return TrainStepStateAux(*common, model_state, aux)
@@ -366,10 +343,6 @@ def _is_differentiated(values: Sequence[Any]) -> bool:
 
 def check_donated(params: Any, hyper: Iterable[Any]) -> None:
     """Refuse to write where a write would be wrong.
-
-    Args:
-        params: as a trainer's step takes them.
-        hyper: values of hyperparameters.
 
     Raises:
         FpipeError: the step is within a transform, or leaves of the parameters share memory.
