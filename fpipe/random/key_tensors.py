@@ -55,13 +55,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         [928981903, 3453687069]
     """
     check_key(key, single=False)
-    _check_integer(data)
-    if isinstance(data, Tensor):
-        number = data.to(key.device, torch.int64)
-    else:  # filled on the device, because a copy would wait for it
-        integer = plain_integer(data)
-        assert integer is not None
-        number = torch.full((), integer, dtype=torch.int64, device=key.device)
+    number = _integer_on(key.device, data)
     counter = (number >> 32 & MASK, number & MASK)
     return torch.stack(threefry2x32((key[..., 0], key[..., 1]), counter), -1)
 
@@ -107,11 +101,7 @@ def is_key(value: object, *, single: bool = True) -> bool:
 
 
 def check_key(key: Tensor, *, single: bool = True) -> None:
-    """Refuse a value that is not a key.
-
-    Args:
-        key: must have shape ``(2,)``, or ``(..., 2)`` if not `single`.
-        single: whether exactly one key is required.
+    """Refuse a value that is not a key, or several keys of shape ``(..., 2)`` if not `single`.
 
     Raises:
         FpipeError: says what the value is instead.
@@ -151,14 +141,16 @@ def unwrapped(key: Tensor) -> Tensor | None:
     return None if functorch.is_functorch_wrapped_tensor(key) else key
 
 
-def _check_integer(data: int | Tensor) -> None:
+def _integer_on(device: torch.device, data: int | Tensor) -> Tensor:
     if isinstance(data, Tensor):
-        fits = not (data.is_floating_point() or data.is_complex())
+        if not (data.is_floating_point() or data.is_complex()):
+            return data.to(device, torch.int64)
     else:
         number = plain_integer(data)
-        fits = number is not None and -(1 << 63) <= number < 1 << 63
-    if not fits:
-        raise FpipeError(
-            f"data={data!r:.60} must be an integer of at most 64 bits with its sign, or a tensor "
-            "of integers"
-        )
+        if number is not None and -(1 << 63) <= number < 1 << 63:
+            # Filled on the device, because a copy would wait for it.
+            return torch.full((), number, dtype=torch.int64, device=device)
+    raise FpipeError(
+        f"data={data!r:.60} must be an integer of at most 64 bits with its sign, or a tensor "
+        "of integers"
+    )

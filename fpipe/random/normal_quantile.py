@@ -26,6 +26,7 @@ _ROWS: Final = MOST * _INTERVALS
 _TERMS: Final = 11  # the remainder is less than a double's last digit
 _FEW_TERMS: Final = 6  # the remainder is less than 10⁻¹⁰: no digit of a float32
 
+_PI: Final = Decimal("3.14159265358979323846264338327950288419716939937511")
 _ORDER: Final = 24  # of the series from row to row, which are 1/16 of its radius apart
 
 _CHUNK: Final = 1 << 15
@@ -130,7 +131,7 @@ def _coefficients() -> list[list[float]]:
     """
     rows: deque[list[float]] = deque()
     with localcontext(Context(prec=40)):
-        at, z, slopes = Decimal("0.5"), *_series(Decimal(0), -(2 * _pi()).sqrt())
+        at, z, slopes = Decimal("0.5"), *_series(Decimal(0), -(2 * _PI).sqrt())
         for number in reversed(range(_ROWS)):
             octave, interval = divmod(number, _INTERVALS)
             half = Decimal(2) ** (octave - MOST - 1) / (2 * _INTERVALS)
@@ -165,16 +166,3 @@ def _at(series: list[Decimal], step: Decimal) -> Decimal:
     for coefficient in reversed(series):
         value = value * step + coefficient
     return value
-
-
-def _pi() -> Decimal:
-    """π, by Machin's formula."""
-    return 4 * (4 * _arctan_of_inverse(5) - _arctan_of_inverse(239))
-
-
-def _arctan_of_inverse(number: int) -> Decimal:
-    terms = range(60)
-    return sum(
-        (Decimal((-1) ** k) / ((2 * k + 1) * Decimal(number) ** (2 * k + 1)) for k in terms),
-        Decimal(0),
-    )
