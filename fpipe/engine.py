@@ -291,7 +291,9 @@ class Engine:
         """
         return self._controller.add_up(call, deed, make)
 
-    def each(self, deed: str, work: Callable[[], T], key: Tensor | None = None) -> T:
+    def each(
+        self, deed: str, work: Callable[[], T], key: Tensor | None = None, call: str = PREPARES
+    ) -> T:
         """Do what each process does by itself; where one of them cannot, none goes on.
 
         A process that did would wait for the others in what they do next together.
@@ -300,6 +302,7 @@ class Engine:
             deed: what a process cannot do where it raises: "load its parameters".
             work: returns what is returned here. Errors are as for `add_up`.
             key: of what they draw, the same in all of them.
+            call: as for `add_up`.
         """
         done: list[T] = []
 
@@ -308,7 +311,7 @@ class Engine:
             alone = key is None or self.rank is None
             return Addend(0.0, key=None if alone else read_key(key, wanted=True))
 
-        self._controller.add_up(PREPARES, deed, number)
+        self._controller.add_up(call, deed, number)
         return done[0]
 
     def together(self, call: str, work: Callable[[Gather], T]) -> T:

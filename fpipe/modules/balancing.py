@@ -13,8 +13,7 @@ from torch._compile import _disable_dynamo
 
 from fpipe import pytree, random
 from fpipe.engine import Engine
-from fpipe.errors import PipelineError, StageError, check_flags, error_text
-from fpipe.execute.requests import Gather
+from fpipe.errors import StageError, check_flags
 from fpipe.inputs.signature import batch_shapes
 from fpipe.inputs.split_batch import split
 from fpipe.modules.division import divide
@@ -34,6 +33,9 @@ log = logging.getLogger("fpipe")
 
 Loads = Callable[[Sequence[Part]], Sequence[float]]
 """From parts to the cost of each, in one unit: `counted_loads`, or `measured_loads`."""
+
+BALANCES = "fpipe.balance"
+"""The call that ranks make together, as `fpipe.execute.header` lists it."""
 
 INTENSITY = 10
 """FLOPs that a machine does while it moves a byte, unless the user says otherwise."""
@@ -163,13 +165,7 @@ def choose_cuts(
 
     Args:
         definition: of the pipeline, without cuts.
-        batch: an example.
-        candidates: as for `balance`, as are `memory`, `intensity`, `slack` and `measure`.
-        memory: bytes that a rank may hold.
-        intensity: FLOPs for each byte.
-        slack: a fraction.
-        measure: balance times instead of counts.
-        speed: of each rank.
+        batch: an example; the arguments after it are those of `balance`.
         complete: gives the definition with the buffers of this rank, the same one at each call, or
             raises an error, of which the other ranks must hear. None for `definition`.
 
@@ -189,10 +185,9 @@ def choose_cuts(
         loads = measured_loads(completed(), batch)
         return _divide_module(completed(), batch, loads, "s", limits)
 
-    def check() -> None:
-        completed()
-
-    return by_time() if definition.group is None else _on_first_rank(by_time, check, definition)
+    if definition.group is None:
+        return by_time()
+    return _on_first_rank(by_time, completed, definition)
 
 
 class Limits(NamedTuple):
@@ -235,34 +230,17 @@ def _check_numbers(**numbers: Any) -> None:
 
 
 def _on_first_rank(
-    choose: Callable[[], Balance], check: Callable[[], None], definition: Definition
+    choose: Callable[[], Balance], check: Callable[[], object], definition: Definition
 ) -> Balance:
     """Let the first rank of a group choose, while the others wait for it and watch it."""
     meeting = Engine(definition)  # it has no cuts, and never runs
-    failure: Exception | None = None
-
-    def attempt(action: Callable[[], object]) -> tuple[Any, str]:
-        nonlocal failure
-        try:
-            return action(), ""
-        except Exception as error:
-            failure = error
-            return None, error_text(error)
-
-    def work(gather: Gather) -> tuple[str, list[tuple[Any, str]]]:
-        answers = gather(attempt(check))
-        if any(problem for _, problem in answers):
-            return "make its pipeline", answers
-        answers = gather(attempt(choose if meeting.rank == 0 else lambda: None))
-        return "measure the parts of the module", answers
-
-    deed, answers = meeting.together("fpipe.balance", work)
-    if failure is not None:
-        raise failure
-    for rank, (_, problem) in enumerate(answers):
-        if problem:
-            raise PipelineError(f"rank {rank} could not {deed}: {problem}", rank=rank)
-    balance: Balance = answers[0][0]
+    meeting.each("make its pipeline", check, call=BALANCES)
+    chosen = meeting.each(
+        "measure the parts of the module",
+        choose if meeting.rank == 0 else lambda: None,
+        call=BALANCES,
+    )
+    balance: Balance = meeting.together(BALANCES, lambda gather: gather(chosen))[0]
     return balance
 
 

@@ -108,7 +108,7 @@ def test_failure_to_measure_is_told_on_every_rank(crew: Crew) -> None:
     said = "measure=True runs the module, but module['blocks.0.norm.bias']"
     assert here[0].error.kind == "StageError" and said in here[0].error.text
     assert there[0].error.kind == "PipelineError" and there[0].error.rank == 0
-    assert "rank 0 could not measure the parts of the module: StageError: " in there[0].error.text
+    assert "rank 0 cannot measure the parts of the module: StageError: " in there[0].error.text
     assert said in there[0].error.text
     assert here[1] == there[1]
 
@@ -189,7 +189,7 @@ def test_failure_of_a_rank_before_it_measures_is_told(
     outcomes = values(crew.run(meet_with_less, how, victim, ranks=range(2)))
     here, there = outcomes[1 - victim], outcomes[victim]
     assert here[0].error.kind == "PipelineError" and here[0].error.rank == victim
-    assert f"rank {victim} could not make its pipeline: StageError: " in here[0].error.text
+    assert f"rank {victim} cannot make its pipeline: StageError: " in here[0].error.text
     assert said in here[0].error.text and said in there[0].error.text
     assert there[0].error.kind == "StageError" and here[0].seconds < 20
     assert here[1] == there[1]
