@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -36,7 +37,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     sizes = [int(size) for size in gather(torch.tensor(len(data), device="cpu"), group)]
     padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
     return [
-        pickle.loads(bytes(row[:size].tolist()))
+        pickle.loads(ctypes.string_at(row.data_ptr(), size))
         for row, size in zip(gather(padded, group), sizes, strict=True)
     ]
 

@@ -6,10 +6,9 @@ those of a save never meet, though both are under way. One checkpoint is written
 
 from __future__ import annotations
 
-import ctypes
-import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -20,6 +19,8 @@ from torch import Tensor
 
 from fpipe.checkpoint.checkpoint_writer import ALONE, Content, PendingSave, Processes, write
 from fpipe.dtensors import is_dtensor
+from fpipe.execute.gathering import gather_objects
+from fpipe.program.interpreter import ConnectionLost
 from fpipe.spec.definition import Definition
 from fpipe.transport.connect import connect, store_to_ask
 
@@ -96,28 +97,15 @@ def savers_of(definition: Definition, leaves: Mapping[str, Tensor]) -> Savers:
         store = dist.PrefixStore(name, store_to_ask())
         rank = key.index(dist.get_rank())
         group = connect("gloo", store, rank, len(key), dist.default_pg_timeout)
-        known[key] = Savers(Processes(rank, _gather(group)))
+        known[key] = Savers(Processes(rank, partial(_gather, group=group)))
     return known[key]
 
 
-def _gather(group: dist.ProcessGroup) -> Callable[[Any], list[Any]]:
-    """A function that gives each process the picklable values of all."""
-
-    def rows(row: Tensor) -> list[Tensor]:
-        everyone = [torch.empty_like(row) for _ in range(group.size())]
-        group.allgather([everyone], [row]).wait()
-        return everyone
-
-    def gather(value: Any) -> list[Any]:
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(size) for size in rows(torch.tensor([len(data)], device="cpu"))]
-        padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
-        return [
-            pickle.loads(ctypes.string_at(row.data_ptr(), size))
-            for row, size in zip(rows(padded), sizes, strict=True)
-        ]
-
-    return gather
+def _gather(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
+    try:
+        return gather_objects(value, group)
+    except ConnectionLost as lost:
+        raise RuntimeError(str(lost)) from lost
 
 
 def _events(tensors: Mapping[str, Tensor]) -> list[torch.Event]:
