@@ -56,12 +56,16 @@ class LeafShape(NamedTuple):
         """The shape of a real or a fake tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
+    def empty(self) -> Tensor:
+        """A tensor of this shape."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
     @lru_cache(maxsize=4096)  # noqa: B019  # it is asked in each step, and holds numbers alone
     def brought_to(self, device: torch.device) -> LeafShape:
         """That of a copy on another device; of one without data the same."""
         if self.device.type == "meta":
             return self
-        bare = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        bare = self._replace(device=torch.device("meta")).empty()
         stride = self.stride if is_dense(bare) else bare.to("meta", copy=True).stride()
         return self._replace(device=device, stride=stride)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.errors import FpipeError, error_text, label_of
 from fpipe.graph.nodes import value_of
+from fpipe.inputs.signature import LeafShape
 from fpipe.torch_internals import (
     FakeTensorMode,
     FunctionalTensorMode,
@@ -39,31 +40,6 @@ STEP: Final = "step"
 """The name under which optimizers of torch count their steps, in each parameter's state."""
 
 
-class Kind(NamedTuple):
-    """The kind of a tensor in a recording.
-
-    Attributes:
-        shape: its sizes.
-        stride: how it lies in memory.
-        dtype: of its elements.
-        device: where it lies.
-    """
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, value: Tensor) -> Kind:
-        """That of a tensor; of one that is mapped, that of a member."""
-        return cls(value.shape, value.stride(), value.dtype, value.device)
-
-    def empty(self) -> Tensor:
-        """A tensor of this kind."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-
-
 @dataclass(frozen=True, eq=False)
 class Update:
     """An optimizer's step of one kind of parameter.
@@ -72,14 +48,14 @@ class Update:
         graph: ``(param, grad, *state, *numbers) -> (param, *state)``.
         state: the names of the tensors of the state that come out, in order. They come in too,
             but for the first step.
-        shapes: their kinds.
+        shapes: theirs.
         numbers: the names of the numbers that it takes.
         guards: conditions on them under which it is right.
     """
 
     graph: fx.GraphModule
     state: tuple[str, ...]
-    shapes: tuple[Kind, ...]
+    shapes: tuple[LeafShape, ...]
     numbers: tuple[str, ...]
     guards: tuple[Guard, ...]
 
@@ -165,7 +141,7 @@ def record_update(
         FpipeError: the optimizer cannot be recorded; says why, and what to pass instead.
     """
     symbols = Symbols()
-    kinds = [Kind.of(value) for value in (param, param, *(state or {}).values())]
+    kinds = [LeafShape.of(value) for value in (param, param, *(state or {}).values())]
     accepted = inspect.signature(optimizer).parameters
     arguments = {name: value for name, value in hyper.items() if name in accepted}
     values = numbers_of(hyper)
@@ -216,7 +192,7 @@ def record_update(
         ) from error
     graph = _tidied(graph)
     outputs: Any = graph.graph.output_node().args[0]
-    shapes = tuple(Kind.of(value_of(node)) for node in outputs[1:])
+    shapes = tuple(LeafShape.of(value_of(node)) for node in outputs[1:])
     return Update(graph, tuple(names), shapes, tuple(values), guards)
 
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from fpipe.errors import FpipeError, error_text, label_of
 from fpipe.inputs.ambient import autocasts
+from fpipe.inputs.signature import LeafShape
 from fpipe.torch_internals import is_transformed
 from fpipe.training.compiled import Kernels, is_elementwise, reads_numbers
 from fpipe.training.leaf_update import Moments
 from fpipe.training.recorded_step import (
     COUNT,
-    Kind,
     Update,
     concrete,
     group_of,
@@ -276,12 +276,12 @@ class Updates:
         numbers: Mapping[str, Any],
     ) -> Update:
         values = {name: concrete(value) for name, value in numbers.items()}
-        kind = Kind.of(param), None if state is None else tuple(state), hyper.fixed
+        kind = LeafShape.of(param), None if state is None else tuple(state), hyper.fixed
         known = self._recorded.setdefault(kind, [])
         for update in known:
             if update.holds(values):
                 return update
-        kinds = tuple(map(Kind.of, (state or {}).values()))
+        kinds = tuple(map(LeafShape.of, (state or {}).values()))
         everywhere = self._optimizer, kind, kinds, torch.get_default_dtype(), autocasts()
         shared = _recordings(everywhere) if self._shares else known
         for update in shared:
