@@ -55,11 +55,15 @@ class ModuleLoss:
         loss: ``(output, batch) -> scalar``; None takes the attribute ``loss`` of the output. If
             `returns` is weighted, that comes as a sum and its weight.
         returns: the results beside the loss. Aux comes from `loss`.
-        buffers: buffers in place of the module's own, by name.
         in_dims: how the batch is split.
         is_compiling: the value of `torch.compiler.is_compiling` while the forward is traced; None
             for True if it looks at data otherwise.
         precision: the dtypes to which parameters, arguments and output are cast.
+
+    Attributes:
+        module: as given.
+        cuts: as given.
+        buffers: in place of the module's own, by name.
 
     Raises:
         StageError: an argument is wrong, or names no submodule.
@@ -71,7 +75,6 @@ class ModuleLoss:
         cuts: Sequence[str] | None,
         loss: Loss | None,
         returns: Returns = LOSS,
-        buffers: Mapping[str, Tensor] | None = None,
         *,
         in_dims: Any = 0,
         is_compiling: bool | None = None,
@@ -95,7 +98,7 @@ class ModuleLoss:
         self._loss, self._returns, self._is_compiling = loss, returns, is_compiling
         self._precision = precision or Precision()
         self._casts = precision is not None
-        self.buffers = buffers or {}
+        self.buffers: Mapping[str, Tensor] = {}
         self._signature = signature(module.forward)
         takes = self._signature.parameters
         leaves_some = loss is not None and all(p.kind != p.VAR_KEYWORD for p in takes.values())
@@ -158,23 +161,15 @@ class ModuleLoss:
         Raises:
             StageError: one of them names no submodule.
         """
-        return self._with(cuts, self.buffers)
+        loss = copy.copy(self)
+        loss.cuts = None if cuts is None else _checked_cuts(self.module, cuts)
+        return loss
 
     def with_buffers(self, buffers: Mapping[str, Tensor]) -> ModuleLoss:
         """The same loss with more buffers; it keeps those that it has."""
-        return self._with(self.cuts, {**buffers, **self.buffers})
-
-    def _with(self, cuts: Sequence[str] | None, buffers: Mapping[str, Tensor]) -> ModuleLoss:
-        return ModuleLoss(
-            self.module,
-            cuts,
-            self._loss,
-            self._returns,
-            buffers,
-            in_dims=self._in_dims,
-            is_compiling=self._is_compiling,
-            precision=self._precision if self._casts else None,
-        )
+        loss = copy.copy(self)
+        loss.buffers = {**buffers, **self.buffers}
+        return loss
 
     def _check(self, params: Any, batch: Any) -> None:
         if not isinstance(params, Mapping):

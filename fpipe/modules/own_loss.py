@@ -32,7 +32,7 @@ class Mean(NamedTuple):
     Attributes:
         value: the sum over the weight.
         returned: the same, as the module got it: it may write to that.
-        version: of `given`, before anything was written to it.
+        version: of `returned`, before anything was written to it.
         total: the sum.
         weight: how many targets count, or their class weights together.
     """
@@ -178,11 +178,7 @@ _ADDING: Final = (
 
 
 def loss_of(output: Any, name: str) -> Tensor:
-    """The loss that an output holds.
-
-    Args:
-        output: what the forward of the module returns.
-        name: of the module's class.
+    """The loss that the output of a module holds, whose class has this name.
 
     Raises:
         StageError: it has none.
