@@ -1,6 +1,7 @@
 # Every target works from a bare checkout: it first makes .venv, then runs.
 #
 #   make test       lint, types and tests; the last line is pytest's summary
+#   make quick      the tests that neither compile nor start a process: three minutes
 #   make demo       train a small GPT on real text through a zero-bubble pipeline, in one process;
 #                   make demo PROCESSES=2 with a process for each of its two ranks
 #   make examples   run every file of examples/ whole
@@ -32,6 +33,7 @@ LAUNCH := $(if $(filter-out 1,$(PROCESSES)),$(BIN)/torchrun --standalone --nproc
 # Processes that run tests; the tests of one file share theirs, with what it sets up. One that dies
 # is not replaced, and ends the run: xdist 3.8 may wait for ever for a replaced one's files.
 WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # The tests start many processes, and each would read all of the source anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -41,7 +43,7 @@ ROUNDS ?= 300
 COUNT ?= 1000
 SEED ?= 0
 
-.PHONY: test demo examples hour soak programs models layers emulate device docs release lint format clean
+.PHONY: test quick demo examples hour soak programs models layers emulate device docs release lint format clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt
@@ -52,7 +54,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	$(PYTEST)
+
+quick: $(STAMP)
+	$(PYTEST) -m "not inductor and not processes"
 
 demo: $(STAMP)
 	$(LAUNCH) examples/gpt.py

@@ -45,6 +45,9 @@ logging.setLoggerClass(_Deaf)
 logging.getLogger("torch.__trace")
 logging.setLoggerClass(logging.Logger)
 
+# Their tests start processes, as do those that carry the mark.
+PROCESSES = {"device", "distributed", "first_hour", "hosts"}
+
 # Of the schedule side alone: many short tests, none of which starts a process or compiles.
 SHORT = {"cli", "exchange", "laboratory", "picture", "schedule"}
 
@@ -58,11 +61,16 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None, item: pytest.Item) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a CUDA device where there is none, and leave short ones to the end.
+    """Mark what starts processes, skip what needs a CUDA device where there is none, sort.
 
-    Files are handed out in this order, so no process waits for the last long file of another.
+    Short tests come last. Files are handed out in this order, so no process waits for the last long
+    file of another.
     """
     items.sort(key=lambda item: item.path.parent.name in SHORT)
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if item.path.parent.name in PROCESSES or "pair" in fixtures:
+            item.add_marker("processes")
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return  # the schedule side's tests start without the second that importing torch takes

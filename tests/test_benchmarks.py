@@ -35,6 +35,8 @@ from tests import warm
 
 ROOT: Final = Path(__file__).parents[1]
 
+pytestmark = pytest.mark.processes
+
 # The benchmarks stand beside what torch 2.13 has: before, its pipelines over two ranks lost their
 # connections, and compiled autograd did not tell what it had saved.
 with_peer = pytest.mark.skipif(

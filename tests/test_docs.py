@@ -12,6 +12,7 @@ from tests import warm
 from tests.documents import DOCUMENTS, FRAMEWORKS, ROOT, python_blocks, run_document
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "path",
     [path for path in DOCUMENTS if path.name not in FRAMEWORKS],

@@ -15,7 +15,7 @@ EXAMPLES: Final = sorted((ROOT / "examples").glob("*.py"))
 ELSEWHERE: Final = "gpt"
 
 
-@pytest.mark.examples
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "path", [path for path in EXAMPLES if path.stem != ELSEWHERE], ids=lambda path: path.stem
 )

@@ -160,6 +160,7 @@ def test_schedule_side_never_names_torch(name: str) -> None:
     assert not [imported for imported in GRAPH[name] if within(imported, ("torch",))]
 
 
+@pytest.mark.processes
 def test_schedule_side_loads_without_torch() -> None:
     names = [name for name in MODULES if within(name, NEVER_TORCH)]
     run_python(f"""
@@ -297,6 +298,7 @@ def needs_torch(name: str) -> bool:
     return False
 
 
+@pytest.mark.processes
 def test_import_loads_torch_only_when_a_name_needs_it() -> None:
     pure, on_torch = (
         sorted((PUBLIC_PURE | PUBLIC_MODULES) - PUBLIC_ON_TORCH),
@@ -329,6 +331,7 @@ SLOW_IMPORTS: Final = (
 )
 
 
+@pytest.mark.processes
 def test_making_a_pipeline_imports_nothing_slow_before_its_first_trace() -> None:
     run_python(f"""
         import sys
@@ -341,6 +344,7 @@ def test_making_a_pipeline_imports_nothing_slow_before_its_first_trace() -> None
     """)
 
 
+@pytest.mark.processes
 def test_command_line_runs_without_torch() -> None:
     run_python("""
         import sys

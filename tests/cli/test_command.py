@@ -522,6 +522,7 @@ def test_the_script_is_declared() -> None:
     assert project["scripts"] == {"fpipe": "fpipe.cli:main"}
 
 
+@pytest.mark.processes
 def test_process_never_loads_torch() -> None:
     code = """
         import sys
@@ -540,12 +541,14 @@ def test_process_never_loads_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.processes
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = f"{sys.executable} -m fpipe show zbv -p 16 -m 512 --html - | head -c 100"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.processes
 def test_a_name_that_standard_output_cannot_encode_is_printed_all_the_same(tmp_path: Path) -> None:
     schedules.zbv(ranks=2, microbatches=2).to_csv(tmp_path / "é.csv")
     done = subprocess.run(
@@ -566,6 +569,7 @@ def test_a_name_that_standard_output_cannot_encode_is_printed_all_the_same(tmp_p
         (">&-", (0, b"")),
     ],
 )
+@pytest.mark.processes
 def test_standard_output_that_takes_nothing(redirect: str, outcome: tuple[int, bytes]) -> None:
     command = f"{sys.executable} -m fpipe show zbv -p 2 -m 4 {redirect}"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, timeout=60)

@@ -55,7 +55,6 @@ def under_torchrun(scratch: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.examples
 def test_demo_under_torchrun_tells_what_it_tells_in_one_process(tmp_path: Path) -> None:
     together = told(under_torchrun(tmp_path))
     alone = warm.run(DEMO, "--smoke", folder=ROOT, scratch=tmp_path, timeout=240)

@@ -184,7 +184,7 @@ def test_wrong_buffers_are_refused() -> None:
             module_pipe(Scaled(), "first", buffers={"scale": wrong})
 
 
-@pytest.mark.examples
+@pytest.mark.processes
 def test_billions_of_parameters_are_divided_and_traced_without_weights(tmp_path: Path) -> None:
     """Six of the 32 layers of a Llama of seven billion parameters."""
     report = tmp_path / "report.json"

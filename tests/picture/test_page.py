@@ -157,6 +157,7 @@ def said(html: str, folder: Path) -> Any:
     return json.loads(text)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_pairs_collectives_and_messages_have_places_of_their_own(tmp_path: Path) -> None:
     """A B that runs together with an F was drawn over it, and a gather over what ran beside it."""
@@ -171,6 +172,7 @@ def test_pairs_collectives_and_messages_have_places_of_their_own(tmp_path: Path)
     assert above == [0x56, 0xB4, 0xE9] and below == [0xD5, 0x5E, 0x00]
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_a_title_stays_inside_a_narrow_page(tmp_path: Path) -> None:
     # What can be wrong with a schedule was cut off behind the makespan.
@@ -182,6 +184,7 @@ def test_a_title_stays_inside_a_narrow_page(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_page_in_a_browser(tmp_path: Path) -> None:
     timeline = simulate(schedules.one_f_one_b(ranks=2, microbatches=2), Cost(1, 1, 1, comm=0.5))

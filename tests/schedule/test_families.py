@@ -160,6 +160,7 @@ def test_row_words() -> None:
     assert " ".join(map(str, numbered(row, 1))) == "0F0 0B0"
 
 
+@pytest.mark.processes
 def test_the_schedule_side_never_loads_torch() -> None:
     code = (
         "import sys, fpipe\n"

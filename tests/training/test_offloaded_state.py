@@ -137,6 +137,7 @@ def test_a_policy_that_cannot_be_kept() -> None:
     assert isinstance(pipe_of(model, ONE_F_ONE_B, offload_policy=OffloadPolicy()), fpipe.Pipeline)
 
 
+@pytest.mark.processes
 def test_anonymous_memory_is_lower_by_what_lies_in_files(tmp_path: Path) -> None:
     found = {}
     for kind in ("memory", "params", "states"):
@@ -148,6 +149,7 @@ def test_anonymous_memory_is_lower_by_what_lies_in_files(tmp_path: Path) -> None
     assert found["states"] <= found["memory"] - 0.9 * states, found
 
 
+@pytest.mark.processes
 def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
     here, there = server().Pipe()
     process = server().Process(target=resident.stay, args=(str(tmp_path), there), daemon=True)
