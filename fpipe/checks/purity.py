@@ -30,12 +30,12 @@ from torch import Tensor, fx
 from fpipe.checks.explain import ImpureError, Untraceable, impure
 from fpipe.inputs.signature import memory_of
 from fpipe.torch_internals import FakeTensor, FunctionalTensor, functorch
-from fpipe.trace.overrides.standin import Seeing, StandIn
+from fpipe.trace.overrides.standin import StandIn
 
 _LITERAL = torch.ops.aten.lift_fresh.default
 
 
-class WriteGuard(Seeing):
+class WriteGuard:
     """Raises `ImpureError` at the op that writes, before it does, so that nothing is changed.
 
     An operation that draws from a generator that is not torch's writes to it, and is `Untraceable`,
@@ -47,20 +47,19 @@ class WriteGuard(Seeing):
     """
 
     def __init__(self, inputs: Mapping[str, Tensor], origin: Any) -> None:
-        super().__init__()
         self._origin = origin
         self._foreign = {memory_of(v): f"its input {path}" for path, v in inputs.items()}
         self._kept_alive = list(inputs.values())
 
-    def __torch_dispatch__(
+    def __call__(
         self,
         func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Sequence[Any],
+        options: Mapping[str, Any],
+        run: Callable[[torch._ops.OpOverload, Any, Any], Any],
     ) -> Any:
-        """Check the arguments that `func` writes to, then call it."""
-        if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
+        """Check the arguments that `func` writes to, then run it."""
+        if isinstance(options.get("generator"), torch.Generator):
             raise Untraceable(
                 "draws from a torch.Generator of its own",
                 "a stage is traced once, and cannot keep the generator's state; draw without "
@@ -74,8 +73,8 @@ class WriteGuard(Seeing):
                 "torch.distributed._functional_collectives, which return new tensors",
             )
         if not (func.is_view or func._schema.is_mutable):
-            return func(*args, **(kwargs or {}))
-        arguments = list(_arguments(func, args, kwargs or {}))
+            return run(func, args, options)
+        arguments = list(_arguments(func, args, options))
         for declared, value in arguments:
             if declared.is_write and func.namespace not in ("aten", "prims"):
                 raise Untraceable(
@@ -84,15 +83,13 @@ class WriteGuard(Seeing):
                 )
             if declared.is_write and (owner := self._owner(value)):
                 raise ImpureError(owner, str(func))
-        result = func(*args, **(kwargs or {}))
+        result = run(func, args, options)
+        if func is _LITERAL or not isinstance(result, Tensor):
+            return result  # what torch.tensor has made within the function is its own
         for declared, value in arguments:
-            if func is _LITERAL:
-                continue  # what torch.tensor has made within the function is its own
-            if declared.alias_info is not None and isinstance(result, Tensor):
-                owner = self._owner(value)
-                if owner is not None:
-                    self._foreign[memory_of(result)] = owner
-                    self._kept_alive.append(result)
+            if declared.alias_info is not None and (owner := self._owner(value)):
+                self._foreign[memory_of(result)] = owner
+                self._kept_alive.append(result)
         return result
 
     def _owner(self, value: Any) -> str | None:

@@ -43,6 +43,7 @@ from fpipe.spec.definition import Definition
 from fpipe.spec.objective import Objective
 from fpipe.trace.abstract import Abstract
 from fpipe.trace.data_dependence import Known
+from fpipe.trace.functional import Checked
 from fpipe.trace.isolation import held_back
 
 
@@ -304,7 +305,7 @@ def _called_once(
         abstract, batch = Abstract.of(arguments, mode), Abstract.of(microbatch, mode)
         params = pytree.unflatten(abstract.spec, abstract.values)
         # Without the guard a buffer on the CPU would really be written to.
-        with mode, torch.no_grad(), WriteGuard({}, loss), Known(), operations:
+        with mode, torch.no_grad(), Checked(Known(), WriteGuard({}, loss)), operations:
             loss(
                 *(params if has_state else (params,)),
                 pytree.unflatten(batch.spec, batch.values),

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import optree
@@ -31,10 +32,9 @@ from fpipe import pytree
 from fpipe.checks.explain import Untraceable
 from fpipe.inputs.signature import memory_of
 from fpipe.torch_internals import innermost_transform, transforms
-from fpipe.trace.isolation import let_through
 from fpipe.trace.overrides.ctc import ctc_loss
 from fpipe.trace.overrides.recurrent import RECURRENT_ON_CUDA
-from fpipe.trace.overrides.standin import Instead, Seeing, StandIn
+from fpipe.trace.overrides.standin import Instead, StandIn
 
 _MOST = 2**20
 """Elements of a value that is kept: bigger ones are masks of long sequences, and cost time."""
@@ -75,28 +75,20 @@ def symbolic_zeros() -> Iterator[None]:
         _SYMBOLIC.reset(token)
 
 
-class Known(Seeing):
+@dataclass(eq=False)
+class Known:
     """Computes beside the abstract values those that no argument goes into, and reads them.
 
     Zeros that a forward mode within the function makes without memory get some, for nothing can be
     computed with them; and fake ones lose their device when `vmap` has to look into them.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._values = WeakTensorKeyDictionary()
+    _values: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+    def __call__(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], options: Mapping[str, Any]
     ) -> Any:
         """Call `func`; what it says of known values in Python is read off them."""
-        if func.namespace != "prim":  # C++ asks for a device where nothing may be raised
-            let_through()
-        options = dict(kwargs or {})
         nothing = not len(self._values) and func is not _LITERAL
         if nothing and any(isinstance(argument, Tensor) for argument in args):
             return func(*args, **options)

@@ -5,7 +5,7 @@
 It is what AOTAutograd records in. Writes to intermediate values become new values, views of them
 are made anew, and autograd, which runs above, sees the program as it was written.
 
-`Unchecked` refuses calls that torch refuses on real tensors, but not on abstract ones. Without it
+`Checked` refuses calls that torch refuses on real tensors, but not on abstract ones. Without it
 the trace would succeed, and the first action of the step would fail, or compute another thing than
 was written.
 """
@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fpipe import pytree
 from fpipe.checks.explain import Untraceable
+from fpipe.checks.purity import WriteGuard
 from fpipe.inputs.signature import memory_of
 from fpipe.torch_internals import (
     FakeTensor,
@@ -30,6 +31,8 @@ from fpipe.torch_internals import (
     functorch,
     is_composite,
 )
+from fpipe.trace.data_dependence import Known
+from fpipe.trace.isolation import let_through
 from fpipe.trace.overrides.standin import Seeing
 
 _PLAIN: Final[dict[Any, bool]] = {}
@@ -226,11 +229,20 @@ _OF_TARGETS = frozenset({aten.nll_loss_forward.default, aten.nll_loss2d_forward.
 """Losses whose targets are numbers of classes, in what cross entropy comes to."""
 
 
-class Unchecked(Seeing):
+class Checked(Seeing):
     """Refuses wrong dtypes of products and labels, writes that overlap, views beyond the memory.
 
-    Products and targets raise `RuntimeError`, as in torch, and the others are `Untraceable`.
+    Products and targets raise `RuntimeError`, as in torch, and the others are `Untraceable`. It is
+    one mode for all that looks at an operation: to go from one mode to the next takes longer.
+
+    Args:
+        known: runs each operation, unless it knows the answer.
+        guard: refuses writes to what the function does not own; None for its backward.
     """
+
+    def __init__(self, known: Known, guard: WriteGuard | None = None) -> None:
+        super().__init__()
+        self._known, self._guard = known, guard
 
     def __torch_dispatch__(
         self,
@@ -240,6 +252,8 @@ class Unchecked(Seeing):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Check the arguments of `func`, then call it."""
+        if func.namespace != "prim":  # C++ asks for a device where nothing may be raised
+            let_through()
         options = kwargs or {}
         if func in _PRODUCTS:
             _check_dtypes(func, pytree.flatten((args, dict(options)))[0])
@@ -249,7 +263,9 @@ class Unchecked(Seeing):
             _check_reach(*args, **options)
         elif func._schema.is_mutable and torch.Tag.inplace_view not in func.tags:
             _check_overlap(func, args, options)
-        return func(*args, **options)
+        if self._guard is None:
+            return self._known(func, args, options)
+        return self._guard(func, args, options, self._known)
 
 
 def _check_dtypes(func: torch._ops.OpOverload, leaves: Iterable[Any]) -> None:

@@ -35,7 +35,7 @@ from fpipe.torch_internals import (
 )
 from fpipe.trace.abstract import Leaves
 from fpipe.trace.data_dependence import Known, without_data_checks
-from fpipe.trace.functional import Functional, Unchecked
+from fpipe.trace.functional import Checked, Functional
 from fpipe.trace.isolation import is_compiling, tracing
 from fpipe.trace.labels import Labels
 from fpipe.trace.node_writer import NodeWriter, write_graph
@@ -203,9 +203,7 @@ class _Trace:
             with ExitStack() as stack:
                 if self._labels is not None:
                     stack.enter_context(self._labels)
-                stack.enter_context(WriteGuard(paths, self._origin))
-                stack.enter_context(Unchecked())
-                stack.enter_context(self._known)
+                stack.enter_context(Checked(self._known, WriteGuard(paths, self._origin)))
                 stack.enter_context(is_compiling())
                 outputs = list(map(self._settled, self._function(list(arguments))))
         self._depends = tuple(map(_depends, outputs))
@@ -217,8 +215,7 @@ class _Trace:
         with functional, ExitStack() as stack:
             if self._labels is not None:
                 stack.enter_context(self._labels)
-            stack.enter_context(Unchecked())
-            stack.enter_context(self._known)
+            stack.enter_context(Checked(self._known))
             gradients = self._differentiated(outputs, chosen, totals)
             firsts = [places[0] for places in self._demand.places.values()]
             gradients = list(map(self._way.fold, firsts, gradients))

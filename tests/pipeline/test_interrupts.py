@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fpipe
-from fpipe.trace.data_dependence import Known
+from fpipe.trace.functional import Checked
 from fpipe.trace.isolation import held_back
 
 SCHEDULE = fpipe.schedules.gpipe(ranks=2, microbatches=2)
@@ -97,7 +97,7 @@ def test_at_whichever_operation(make: Any, monkeypatch: pytest.MonkeyPatch) -> N
     named = {name: torch.randn(shape) for name, shape in shapes.items()}
     arguments = (named, {"input": BATCH}) if make is module_pipeline else (PARAMS, BATCH)
     count, at = 0, 0
-    plain = Known.__torch_dispatch__
+    plain = Checked.__torch_dispatch__
 
     def pressed(*given: Any) -> Any:
         nonlocal count
@@ -106,7 +106,7 @@ def test_at_whichever_operation(make: Any, monkeypatch: pytest.MonkeyPatch) -> N
             os.kill(os.getpid(), signal.SIGINT)
         return plain(*given)
 
-    monkeypatch.setattr(Known, "__torch_dispatch__", pressed)
+    monkeypatch.setattr(Checked, "__torch_dispatch__", pressed)
     expected = make().step(*arguments)
     assert count > 20, count
     for at in range(1, count + 1, 5):  # it is read in `pressed`
