@@ -71,6 +71,11 @@ class StageCosts:
         return tuple(min(b, i + w) for b, i, w in zip(self.b, self.i, self.w, strict=True))
 
     @cached_property
+    def work(self) -> tuple[float, ...]:
+        """The least time of all actions of each stage on a microbatch."""
+        return tuple(f + backward for f, backward in zip(self.f, self.backward, strict=True))
+
+    @cached_property
     def gradient(self) -> tuple[float, ...]:
         """The least time until each stage's backward hands its gradient on: that of I, or of B."""
         return tuple(map(min, self.b, self.i))
@@ -94,6 +99,11 @@ class StageCosts:
         for gradient, hop in zip(self.gradient[:0:-1], self.up[::-1], strict=True):
             returns.append(returns[-1] + gradient + hop)
         return tuple(starts), tuple(returns[::-1])
+
+    def tail_of(self, stage: int) -> float:
+        """From the end of a stage's last input gradient to the end of the step; 0 for stage 0."""
+        returns, gradient = self.earliest[1], self.gradient
+        return returns[0] + self.backward[0] - returns[stage] - gradient[stage] if stage else 0.0
 
 
 _TIMES: Final = ("f", "i", "w", "b", "update", "recompute")  # which ranks divide by their speed

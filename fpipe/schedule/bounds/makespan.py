@@ -18,16 +18,16 @@ from fpipe.schedule.arguments import (
     plain_number,
 )
 from fpipe.schedule.bounds.decision_diagram import scarce_bound
-from fpipe.schedule.bounds.links import link_bound, sending_bound
-from fpipe.schedule.bounds.propagation import refuted_bound
-from fpipe.schedule.bounds.rank_bounds import (
+from fpipe.schedule.bounds.formulas import (
     RankProblem,
     area_bound,
     area_of,
     idle_bound,
+    message_bound,
     turns_bound,
+    with_whole_stage_work,
 )
-from fpipe.schedule.bounds.whole_stage_bound import with_whole_stage_work
+from fpipe.schedule.bounds.propagation import refuted_bound
 from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.placements import plain_placement, stages_by_rank
 from fpipe.schedule.scaled_costs import alike, with_times
@@ -155,12 +155,10 @@ def lower_bound(
     costs = cost.on(placement)
     limits = memory_limits(memory, placement, costs)
     best = _even_bound(costs, placement, microbatches, limits, span, states)
-    if costs.down_links and not span:
-        best = max(best, link_bound(costs, microbatches))
-        if costs.blocking:
-            stages_of = stages_by_rank(placement)
-            best = max(best, sending_bound(costs, stages_of, microbatches, microbatches))
-    return with_whole_stage_work(best, costs, stages_by_rank(placement), microbatches, span)
+    stages_of = stages_by_rank(placement)
+    if not span:
+        best = max(best, message_bound(costs, stages_of, microbatches, microbatches))
+    return with_whole_stage_work(best, costs, stages_of, microbatches, span)
 
 
 def _even_bound(
@@ -247,18 +245,15 @@ def _uneven_bound(
         group = sizes[at : at + step]
         groups[group[-1][0], min(amount for _, amount in group)] += len(group)
     by_size = [(alike(cost, *size).on(placement), count) for size, count in groups.items()]
-    best, total = 0.0, sum(size for size, _ in sizes)
-    for stages, limit in zip(stages_by_rank(placement), limits, strict=True):
+    best, total, stages_of = 0.0, sum(size for size, _ in sizes), stages_by_rank(placement)
+    for stages, limit in zip(stages_of, limits, strict=True):
         if stages:
-            work = total * sum(costs.f[stage] + costs.backward[stage] for stage in stages)
+            work = total * sum(costs.work[stage] for stage in stages)
             if limit < float("inf"):
                 area = sum(count * area_of(each, stages) for each, count in by_size)
                 work = max(work, area / limit if area else 0.0)
             best = max(best, (0.0 if span else starts[stages[0]]) + work)
-    if costs.down_links and not span:
+    if not span:
         messages = sum(amount for _, amount in sizes) / smallest
-        best = max(best, link_bound(least, messages))
-        if costs.blocking:
-            work, stages_of = total / shortest, stages_by_rank(placement)
-            best = max(best, sending_bound(least, stages_of, work, messages))
+        best = max(best, message_bound(least, stages_of, total / shortest, messages))
     return best

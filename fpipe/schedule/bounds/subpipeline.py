@@ -85,9 +85,7 @@ def cut_subpipeline(
     backwards = tuple(
         kinds or ((1,) if b[at] >= i[at] + w[at] and freed[at] >= 0 else (1, 3)) for at in numbers
     )
-    gradient, tail = costs.gradient, 0.0
-    if first:
-        tail = returns[0] + costs.backward[0] - returns[first] - gradient[first]
+    gradient = costs.gradient
     return Subpipeline(
         stages=stages,
         rank_of=rank_of,
@@ -113,5 +111,5 @@ def cut_subpipeline(
         freed=freed,
         memory=tuple(memory[rank] for rank in ranks),
         release=starts[first],
-        tail=tail,
+        tail=costs.tail_of(first),
     )

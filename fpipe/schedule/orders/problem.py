@@ -220,7 +220,7 @@ def make_problem(
     largest = alike(cost, max(sizes), max(amounts))
     limits = memory_limits(memory, placement, largest.on(placement))
     stages = stages_by_rank(placement)
-    work = max(sum(costs.f[s] + costs.backward[s] for s in row) for row in stages)
+    work = max(sum(costs.work[stage] for stage in row) for row in stages)
     problem = Problem(
         placement=tuple(placement),
         microbatches=microbatches,

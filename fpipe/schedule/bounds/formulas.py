@@ -1,4 +1,4 @@
-"""Formulas that bound the time of one rank, when every other rank is as fast as can be."""
+"""Formulas that bound a step: by one rank, by its messages, and by its whole-stage work."""
 
 from __future__ import annotations
 
@@ -34,15 +34,12 @@ class RankProblem:
     @cached_property
     def work(self) -> float:
         """Time of all actions of the rank."""
-        costs = self.costs
-        return self.microbatches * sum(costs.f[s] + costs.backward[s] for s in self.stages)
+        return self.microbatches * sum(self.costs.work[stage] for stage in self.stages)
 
     @cached_property
     def tail(self) -> float:
         """From the end of the last input gradient to the end of the step; 0 with stage 0."""
-        first, gradient, full = self.stages[0], self.costs.gradient, self.costs.backward
-        returns = self.costs.earliest[1]
-        return returns[0] + full[0] - returns[first] - gradient[first] if first else 0.0
+        return self.costs.tail_of(self.stages[0])
 
     def idle_after_last_forward(self, span: bool) -> float:
         """The time that the last forward travels, less what the rank can compute meanwhile.
@@ -194,7 +191,7 @@ def turns_bound(problem: RankProblem, span: bool) -> float:
     slots = max(1, math.floor(problem.memory / size + 1e-9))
     microbatches, backward = problem.microbatches, costs.backward
     life = lives(costs, problem.stages)[0]
-    others = sum(costs.f[stage] + backward[stage] for stage in problem.stages[1:])
+    others = sum(costs.work[stage] for stage in problem.stages[1:])
     at_the_end = problem.idle_after_last_forward(span)
     bound = 0.0
     for turn in range(1, (microbatches - 1) // slots + 1):
@@ -203,3 +200,99 @@ def turns_bound(problem: RankProblem, span: bool) -> float:
         reached = turn * life + life - backward[first]
         bound = max(bound, reached + problem.work - done + at_the_end * (begun < microbatches))
     return bound + (0.0 if span else problem.release)
+
+
+def message_bound(
+    costs: StageCosts, stages_of: Sequence[Sequence[int]], work: float, messages: float
+) -> float:
+    """The makespan by the busiest link, and by the busiest rank where that does nothing else while
+    it sends; 0 where no transfer takes any time.
+
+    A link carries one message at a time: before its first one, all of them, after its last.
+
+    Args:
+        costs: of the smallest microbatch.
+        stages_of: the stages of each rank.
+        work: how many of that size take as long as all there are.
+        messages: how many of them send as much.
+
+    Example:
+        >>> from fpipe import Cost
+        >>> message_bound(Cost(f=1, i=1, w=1, transfer=10).on([0, 1]), [[0], [1]], 8, 8)
+        94.0
+        >>> blocking = Cost(f=1, i=1, w=1, transfer=2, blocking=True).on([0, 1])
+        >>> message_bound(blocking, [[0], [1]], 8, 8)
+        43.0
+    """
+    starts, returns = costs.earliest
+    end = returns[0] + costs.gradient[0]
+    first: dict[int, float] = {}  # by link: when its first message is there at the earliest
+    load: dict[int, float] = {}
+    rest: dict[int, float] = {}  # the least time from a transfer to the end of the step
+    for stage, (down, up) in enumerate(zip(costs.down_links, costs.up_links, strict=True)):
+        for link, made, read in (
+            (down, starts[stage] + costs.f[stage], starts[stage + 1]),
+            (up, returns[stage + 1] + costs.gradient[stage + 1], returns[stage]),
+        ):
+            if link.transfer:
+                at = link.number
+                first[at] = min(made, first.get(at, made))
+                load[at] = load.get(at, 0.0) + messages * link.transfer
+                after = link.latency + end - read
+                rest[at] = min(after, rest.get(at, after))
+    best = max((first[at] + load[at] + rest[at] for at in first), default=0.0)
+    for stages in stages_of if costs.blocking else ():
+        total = starts[stages[0]] if stages else 0.0
+        for stage in stages:
+            total += work * costs.work[stage]
+            if stage < len(costs.down_links):
+                total += messages * costs.down_links[stage].transfer
+            if stage:
+                total += messages * costs.up_links[stage - 1].transfer
+        best = max(best, total)
+    return best
+
+
+def with_whole_stage_work(
+    bound: float,
+    costs: StageCosts,
+    stages_of: Sequence[Sequence[int]],
+    microbatches: int,
+    span: bool,
+) -> float:
+    """A lower bound with whole-stage work, from one without.
+
+    Stage 0 is gathered before anything computes. Behind the last gradient of all, that of some
+    stage, that stage is reduced and updated. The same holds for each rank and its stages, whose
+    updates are work of the rank, and so are gathers and reductions without a lane.
+
+    Args:
+        bound: on all but whole-stage work.
+        costs: of microbatches that are alike.
+        stages_of: the stages of each rank.
+        microbatches: how many there are.
+        span: whether the bound is on a span, where the wait for the first input does not count.
+
+    Example:
+        >>> from fpipe import Cost
+        >>> costs = Cost(f=1, i=1, w=1, unshard=5, reduce_grad=7).on([0])
+        >>> with_whole_stage_work(6.0, costs, [[0]], 2, span=False)
+        18.0
+    """
+    gathers, reductions, updates = costs.unshard, costs.reduce_grad, costs.update
+    ends = [reduction + update for reduction, update in zip(reductions, updates, strict=True)]
+    lead = min(gathers) if span else gathers[0]
+    best = lead + bound + min(ends)
+    starts, _ = costs.earliest
+    for stages in stages_of:
+        if not stages:
+            continue
+        first = stages[0]  # the others need it
+        begin = gathers[first] if span else max(gathers[first], gathers[0] + starts[first])
+        work = microbatches * sum(costs.work[stage] for stage in stages)
+        after = sum(updates[stage] for stage in stages)
+        if not costs.collective_lane:
+            after += sum(reductions[stage] for stage in stages)
+            best = max(best, sum(gathers[stage] for stage in stages) + work + after)
+        best = max(best, begin + work + max(after, min(ends[stage] for stage in stages)))
+    return best
