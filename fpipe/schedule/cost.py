@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from fpipe.errors import ScheduleError, a_type
@@ -40,7 +40,7 @@ from fpipe.schedule.stage_costs import (
 
 PER_MICROBATCH: Final = ("f", "i", "w", "b", "activation", "freed_by_i")
 _PLACED: Final = (*PER_MICROBATCH, "unshard", "reduce_grad", "update")
-PER_STAGE: Final = (*PER_MICROBATCH, "recompute", "kept", "unshard", "reduce_grad", "update")
+_PER_STAGE: Final = (*_PLACED, "recompute", "kept", "message")
 
 
 @dataclass(frozen=True)
@@ -242,20 +242,14 @@ class Cost:
             27.0
         """
         (count,) = plain_counts(stages=stages)
-
-        def merge(name: str) -> Any:
-            value = getattr(self, name)
-            if not isinstance(value, tuple):
-                return value
+        values = values_per_stage(self)
+        for name, value in values.items():
             if len(value) % count:
                 raise ScheduleError(
                     f"stages={count} do not divide the {len(value)} of cost.{name}: choose a "
                     "divisor"
                 )
-            groups = (value[at : at + count] for at in range(0, len(value), count))
-            return tuple(group[-1] if name == "message" else sum(group) for group in groups)
-
-        return replace(self, **{name: merge(name) for name in (*PER_STAGE, "message")})
+        return joined(self, [count] * (max(map(len, values.values()), default=0) // count))
 
     def with_remat(self, remat: str | Sequence[str], placement: Sequence[int]) -> Cost:
         """The cost where some stages keep only their inputs, and compute the rest again.
@@ -431,6 +425,22 @@ class Cost:
         if isinstance(self.shared, bool):
             return tuple(sorted((source, target))) if self.shared else (source, target)
         return (int(between_ranks("shared", self.shared, source, target)),)
+
+
+def values_per_stage(cost: Cost) -> dict[str, tuple[float, ...]]:
+    """The arguments of a cost that have a value for each stage, by name."""
+    values = {name: getattr(cost, name) for name in _PER_STAGE}
+    return {name: value for name, value in values.items() if isinstance(value, tuple)}
+
+
+def joined(cost: Cost, counts: Iterable[int]) -> Cost:
+    """The cost after so many consecutive stages, or layers, each become one; see `Cost.merged`."""
+    spans = list(pairwise(accumulate(counts, initial=0)))
+    changed: dict[str, Any] = {}
+    for name, value in values_per_stage(cost).items():
+        groups = (value[start:end] for start, end in spans if start < len(value))
+        changed[name] = [group[-1] if name == "message" else sum(group) for group in groups]
+    return replace(cost, **changed)
 
 
 def check_cost(cost: object) -> None:

@@ -15,7 +15,7 @@ from fpipe.errors import ScheduleError
 from fpipe.live_line import working
 from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number
 from fpipe.schedule.bounds.makespan import Memory, Objective
-from fpipe.schedule.cost import PER_STAGE, Cost, check_cost, check_kept
+from fpipe.schedule.cost import Cost, check_cost, check_kept, values_per_stage
 from fpipe.schedule.orders.evaluator import make_evaluator
 from fpipe.schedule.orders.list_scheduler import list_schedule, plain_policy
 from fpipe.schedule.orders.problem import (
@@ -50,10 +50,8 @@ from fpipe.schedule.placements import (
     waves,
 )
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.searching.best_choice import best_choice
-from fpipe.schedule.searching.choosing import Task
-from fpipe.schedule.searching.cutting import Cuts
-from fpipe.schedule.searching.recomputing import Recomputing
+from fpipe.schedule.searching.choices import Cuts, Recomputing
+from fpipe.schedule.searching.choosing import Task, best_choice
 from fpipe.schedule.searching.result import USUAL, SearchObjective, SearchResult
 from fpipe.schedule.searching.robust import find_robust, steadiest
 from fpipe.schedule.simulation.jitter import Jitter, plain_jitter
@@ -400,8 +398,7 @@ def _placements(ranks: int, cost: Cost) -> list[tuple[int, ...]]:
 
 def _stages_per_rank(ranks: int, cost: Cost) -> int | None:
     """How many stages each rank has, by the values that the cost has; None where it has none."""
-    values = [getattr(cost, name) for name in (*PER_STAGE, "message")]
-    lengths = {len(value) for value in values if isinstance(value, tuple)}
+    lengths = {len(value) for value in values_per_stage(cost).values()}
     if not lengths:
         return None
     stages = max(lengths)
