@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final
@@ -40,10 +41,8 @@ class Mode:
 
     def __init__(self, *modules: nn.Module) -> None:
         self._modules: Final = modules
-        self._compositions: Final = _Seen()
-        self._attributes: Final = _Seen()
-        self._buffers: Final = _Seen()
-        self._hooks: Final = _Seen()
+        # It keeps the objects: another object might get the address of one that is gone.
+        self._seen: Final = defaultdict[str, dict[Hashable, tuple[int, list[Any]]]](dict)
         self._warned: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mode:
@@ -62,22 +61,24 @@ class Mode:
         submodules = _submodules(self._modules)
         if any(map(_has_gradient_hooks, submodules)):
             refuse_gradient_hooks(pair for one in self._modules for pair in one.named_modules())
-        composition = self._compositions(*_composition(submodules))
-        attributes = self._attributes(*_attributes(submodules))
-        buffers = self._buffers(
-            buffer for submodule in submodules for buffer in submodule._buffers.values()
+        buffers = (buffer for module in submodules for buffer in module._buffers.values())
+        hooks = (hook for module in submodules for hook in _hooks(module))
+        return (
+            tuple(vars(submodule).get("training") for submodule in submodules),
+            self._number("submodules", *_composition(submodules)),
+            self._number("attributes of layers", *_attributes(submodules)),
+            self._number("buffers", buffers),
+            self._number("hooks", hooks),
         )
-        hooks = self._hooks(hook for submodule in submodules for hook in _hooks(submodule))
-        self._warn(composition, "submodules", "make a pipeline of each module that there is to be")
-        self._warn(attributes, "attributes of layers", "give what changes often with the batch")
-        self._warn(buffers, "buffers", "write to them in place (buffer.copy_(...)), which counts "
-                   "too, or let the step thread them (has_state=True)")  # fmt: skip
-        self._warn(hooks, "hooks", "register a hook once, and the same one again")
-        modes = tuple(vars(submodule).get("training") for submodule in submodules)
-        return modes, composition, attributes, buffers, hooks
 
-    def _warn(self, times: int, what: str, instead: str) -> None:
-        """Warn once that objects of a kind were replaced many times."""
+    def _number(self, what: str, objects: Iterable[Any], words: Iterable[Hashable] = ()) -> int:
+        """The number of a collection of objects of a kind, which it keeps when it comes again.
+
+        It warns once where such objects were replaced many times.
+        """
+        kept, seen = list(objects), self._seen[what]
+        key = tuple(map(id, kept)), tuple(words)
+        times, _ = seen.setdefault(key, (len(seen), kept))
         if times >= MANY and what not in self._warned:
             self._warned.add(what)
             log.warning(
@@ -87,22 +88,18 @@ class Mode:
                 type(self._modules[0]).__name__,
                 times,
                 what,
-                instead,
+                _INSTEAD[what],
             )
+        return times
 
 
-class _Seen:
-    """Numbers collections of objects: a collection that was seen before keeps its number."""
-
-    def __init__(self) -> None:
-        # It keeps the objects: another object might get the address of one that is gone.
-        self._numbers: dict[Hashable, tuple[int, list[Any]]] = {}
-
-    def __call__(self, objects: Iterable[Any], words: Iterable[Hashable] = ()) -> int:
-        kept = list(objects)
-        key = tuple(map(id, kept)), tuple(words)
-        number, _ = self._numbers.setdefault(key, (len(self._numbers), kept))
-        return number
+_INSTEAD: Final = {
+    "submodules": "make a pipeline of each module that there is to be",
+    "attributes of layers": "give what changes often with the batch",
+    "buffers": "write to them in place (buffer.copy_(...)), which counts too, or let the step "
+    "thread them (has_state=True)",
+    "hooks": "register a hook once, and the same one again",
+}
 
 
 def _submodules(modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -29,7 +29,7 @@ from fpipe.graph.joint import Param, Upstream
 from fpipe.graph.nodes import nbytes_of
 from fpipe.inputs.signature import TreeShape
 from fpipe.modules.module_buffers import shaped_buffers
-from fpipe.modules.module_loss import ModuleLoss, held_by
+from fpipe.modules.module_loss import ModuleLoss, held_by, with_buffers, with_cuts
 from fpipe.modules.operation_costs import (
     Saved,
     flops_of,
@@ -119,17 +119,11 @@ def parts_of(
     device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
     shape = TreeShape.of(spec, leaves).with_data(device).brought_to(device)
     microbatch = microbatch.with_data(device).brought_to(device)
-    loss = definition.loss.with_buffers(shaped_buffers(module, device))
+    definition = with_buffers(definition, shaped_buffers(module, device))
     names = sorted(dict(module.named_parameters()))
-    order = candidates_of(
-        loss,
-        candidates,
-        definition.schedule.num_stages - 1,
-        shape,
-        microbatch,
-        has_state=definition.has_state,
-    )
-    tracer = FunctionTracer(loss.with_cuts(order), len(order) + 1, Objective(definition.returns))
+    order = candidates_of(definition, candidates, shape, microbatch)
+    loss = with_cuts(definition, order).loss
+    tracer = FunctionTracer(loss, len(order) + 1, Objective(definition.returns))
     stages = tracer.segments(shape, microbatch)
     saved = list(map(saved_by, stages))
     reads = [_reads(stage, stages, saved) for stage in stages]
@@ -188,13 +182,10 @@ def _widths(reads: Sequence[Iterable[Crossing]]) -> list[int]:
 
 
 def candidates_of(
-    loss: ModuleLoss,
+    definition: Definition,
     candidates: Sequence[str] | None,
-    fewest: int,
     arguments: TreeShape,
     microbatch: TreeShape,
-    *,
-    has_state: bool,
 ) -> list[str]:
     """Submodules behind which the module may be cut, in the order in which they end.
 
@@ -202,14 +193,13 @@ def candidates_of(
     submodule has ended.
 
     Args:
-        loss: of the module, without cuts.
+        definition: of a pipeline of the module, without cuts.
         candidates: submodules to choose from. None takes the children of the outermost
-            `ModuleList`s and `Sequential`s; where these make fewer than `fewest` places for a cut,
-            those of the lists within them too, and then submodules of any kind, the outer first.
-        fewest: the number of places that are wanted.
+            `ModuleList`s and `Sequential`s; where these make fewer places for a cut than the
+            schedule needs, those of the lists within them too, and then submodules of any kind,
+            the outer first.
         arguments: shapes of the parameters, or of the pair of parameters and state.
         microbatch: shapes of the keyword arguments of its forward.
-        has_state: whether `arguments` is the pair.
 
     Returns:
         The submodules that are called once; of several that end at one place, the outermost.
@@ -223,14 +213,16 @@ def candidates_of(
             f"candidates={shown(candidates)} must be a list of names of submodules, as those of "
             "module.named_modules()"
         )
+    assert isinstance(definition.loss, ModuleLoss)
+    module = definition.loss.module
     order: list[str] = []
-    for names in _choices(loss.module) if listed is None else [listed]:
-        order, places = _called_once(loss, names, arguments, microbatch, has_state=has_state)
-        if places >= fewest:
+    for names in _choices(module) if listed is None else [listed]:
+        order, places = _called_once(definition, names, arguments, microbatch)
+        if places >= definition.schedule.num_stages - 1:
             break
     if not order:
         raise StageError(
-            f"{type(loss.module).__name__} has no submodule, of those that may be candidates, that "
+            f"{type(module).__name__} has no submodule, of those that may be candidates, that "
             "its forward calls once (a layer that is called again and again is no place for a "
             "cut): name others with candidates=, or call fpipe.cut, in a function for "
             "fpipe.pipeline"
@@ -283,14 +275,11 @@ class _OperationCount(TorchDispatchMode):
 
 
 def _called_once(
-    loss: ModuleLoss,
-    names: Sequence[str],
-    arguments: TreeShape,
-    microbatch: TreeShape,
-    *,
-    has_state: bool,
+    definition: Definition, names: Sequence[str], arguments: TreeShape, microbatch: TreeShape
 ) -> tuple[list[str], int]:
     """Those of `names` that are called once, and how many of them end before the module does."""
+    loss = definition.loss
+    assert isinstance(loss, ModuleLoss)
     loss.with_cuts(names)  # which refuses a name of no submodule
     operations = _OperationCount()
     ended: list[tuple[str, int]] = []
@@ -307,7 +296,7 @@ def _called_once(
         # Without the guard a buffer on the CPU would really be written to.
         with mode, torch.no_grad(), Checked(Known(), WriteGuard({}, loss)), operations:
             loss(
-                *(params if has_state else (params,)),
+                *(params if definition.has_state else (params,)),
                 pytree.unflatten(batch.spec, batch.values),
             )
     except Exception:
