@@ -32,18 +32,17 @@ Which = str | Callable[[Path], bool]
 Groups = Mapping[str, Mapping[str, Any] | None] | Sequence[tuple[Which, Mapping[str, Any] | None]]
 
 
-class Group:
+class Group(NamedTuple):
     """Parameters that have hyperparameters of their own.
 
-    Args:
+    Attributes:
         which: a name of a parameter or a pattern of `fnmatch` over names, such as ``"*.bias"``; or
             a function of a leaf's path, a tuple of keys and indices.
         hyper: what replaces the defaults; None for parameters that no step changes.
     """
 
-    def __init__(self, which: Which, hyper: Mapping[str, Any] | None) -> None:
-        self.which = which
-        self.hyper = None if hyper is None else dict(hyper)
+    which: Which
+    hyper: dict[str, Any] | None
 
     def holds(self, name: str, path: Path) -> bool:
         """Whether a parameter of this name and path belongs to the group."""
@@ -76,16 +75,8 @@ def read_groups(groups: Groups | None) -> tuple[Group, ...]:
                 f"groups gives {which!r:.60} {a_type(hyper)}: it must be a mapping of "
                 "hyperparameters, or None for parameters that no step changes"
             )
-        read.append(Group(which, hyper))
+        read.append(Group(which, None if hyper is None else dict(hyper)))
     return tuple(read)
-
-
-def group_of(groups: Sequence[Group], name: str, path: Path) -> int | None:
-    """The number of the first group that holds a parameter, None for no group."""
-    for number, group in enumerate(groups):
-        if group.holds(name, path):
-            return number
-    return None
 
 
 Trained = Callable[[optree.PyTreeSpec], Sequence[bool]]
@@ -121,8 +112,7 @@ class LeafSteps(NamedTuple):
         leaves: of the parameters.
         states: the moments of each leaf.
         places: how each leaf is divided over a mesh.
-        hypers: hyperparameters by default, and those of each group.
-        members: the group of each leaf.
+        hypers: the hyperparameters of each leaf.
         before: how many steps were made before.
         squares: find the squares of the gradients' norms, too.
         in_place: write into the leaves and their moments.
@@ -135,7 +125,6 @@ class LeafSteps(NamedTuple):
     states: Sequence[Any]
     places: Sequence[Placed | None]
     hypers: Sequence[Mapping[str, Any]]
-    members: Sequence[int | None]
     before: int
     squares: bool
     in_place: bool = False
@@ -148,9 +137,7 @@ class LeafSteps(NamedTuple):
         square = square_of(grad) if self.squares else None
         if state is None:
             return Moved(leaf, None, square)
-        member = self.members[place]
-        hyper = self.hypers[0 if member is None else member + 1]
-        parts = {name: local(value) for name, value in state.items()}
+        hyper, parts = self.hypers[place], {name: local(value) for name, value in state.items()}
         value, parts = self.updates(leaf, grad, parts, hyper, self.before, in_place=self.in_place)
         if self.in_place:
             return Moved(leaf, state, square)
@@ -281,14 +268,16 @@ class LeafByLeaf:
         """The step of each leaf by itself; arguments are those of `update`, and of `LeafSteps`."""
         leaves, spec = pytree.flatten(params)
         self._updates.replaced(self._updates.defaults, hyper)  # refuses those that are wrong
+        hypers = {
+            member: self._hyper(member, hyper) for member in (None, *range(len(self._groups)))
+        }
         return LeafSteps(
             self._updates,
             spec,
             leaves,
             entries_of(spec, moments, "state.moments"),
             placements_of(spec),
-            [self._hyper(member, hyper) for member in (None, *range(len(self._groups)))],
-            self._members_of(spec),
+            [hypers[member] for member in self._members_of(spec)],
             count,
             squares,
             in_place,
@@ -305,10 +294,12 @@ class LeafByLeaf:
         return member is None or self._groups[member].hyper is not None
 
     def _members_of(self, spec: optree.PyTreeSpec) -> list[int | None]:
-        """The group of each leaf."""
+        """The number of the first group that holds each leaf, None for no group."""
         if spec not in self._members:
-            pairs = zip(names_of(spec), pytree.key_paths(spec), strict=True)
-            self._members[spec] = [group_of(self._groups, name, path) for name, path in pairs]
+            self._members[spec] = [
+                next((n for n, group in enumerate(self._groups) if group.holds(name, path)), None)
+                for name, path in zip(names_of(spec), pytree.key_paths(spec), strict=True)
+            ]
         return self._members[spec]
 
 
