@@ -109,10 +109,6 @@ class Placed:
         names = self.dims[0] or ()
         return self.placements[names.index(name)] if name in names else None
 
-    def as_parameter(self, local: Any) -> Any:
-        """The DTensor with this local tensor, for `as_parameters`."""
-        return _AsParameter.apply(local, self) if isinstance(local, Tensor) else local
-
     def part_of(self, whole: Tensor) -> Tensor:
         """This process's part of a whole tensor, which every process has; a part stays as it is."""
         from torch.distributed.tensor import distribute_tensor
@@ -281,8 +277,10 @@ def as_parameters(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:
     """
     if not registered:
         return optree.tree_unflatten(spec, leaves)
-    pairs = zip(placements_of(spec), leaves, strict=True)
-    values = [leaf if place is None else place.as_parameter(leaf) for place, leaf in pairs]
+    values = [
+        leaf if place is None or not isinstance(leaf, Tensor) else _AsParameter.apply(leaf, place)
+        for place, leaf in zip(placements_of(spec), leaves, strict=True)
+    ]
     return optree.tree_unflatten(structure_of_wholes(spec), values)
 
 
@@ -409,14 +407,13 @@ def refuse_transformed(tree: Any, transform: str) -> None:
 
 
 def refuse_placements(
-    params: Sequence[optree.PyTreeSpec], batch: Sequence[optree.PyTreeSpec], paths: Any
+    params: Sequence[optree.PyTreeSpec], batch: Sequence[optree.PyTreeSpec]
 ) -> None:
     """Refuse DTensors that a pipeline cannot take.
 
     Args:
         params: the structure of each stage's parameters.
         batch: the structure of microbatches.
-        paths: from a structure to how its leaves are written.
 
     Raises:
         BatchError: names the leaf, the rule and the way out.
@@ -425,7 +422,7 @@ def refuse_placements(
         for index, placed in enumerate(placements_of(spec)):
             if placed is None:
                 continue
-            where = f"params{paths(spec)[index]} of stage {stage}"
+            where = f"params{spec.accessors()[index].codify('')} of stage {stage}"
             if "pp" in (placed.dims[0] or ()):
                 raise BatchError(
                     f"{where} is a DTensor over {placed.dims[0]}: the dimension 'pp' divides "
@@ -439,8 +436,9 @@ def refuse_placements(
     for spec in batch:
         for index, placed in enumerate(placements_of(spec)):
             if placed is not None:
+                path = spec.accessors()[index].codify("")
                 raise BatchError(
-                    f"batch{paths(spec)[index]} is a DTensor: rows are split into microbatches, so "
+                    f"batch{path} is a DTensor: rows are split into microbatches, so "
                     "pass plain tensors, .to_local() or .full_tensor(); a stage may distribute "
                     "them"
                 )

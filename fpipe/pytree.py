@@ -427,6 +427,23 @@ def broadcast_prefix(name: str, prefix: Any, tree: Any, tree_name: str) -> list[
     return [value for value, leaf in zip(values, leaves, strict=True) if leaf is not None]
 
 
+def map_with_prefix(
+    function: Callable[[Any, Any], Any], name: str, prefix: Any, tree: Any, tree_name: str
+) -> Any:
+    """Apply `function` to every leaf of `tree` and the value of `prefix` for it.
+
+    Raises:
+        BatchError: as in `broadcast_prefix`.
+
+    Example:
+        >>> map_with_prefix(max, "least", {"x": 2, "y": 0}, {"x": [1, 3], "y": 1}, "numbers")
+        {'x': [2, 3], 'y': 1}
+    """
+    leaves, spec = flatten(tree)
+    values = broadcast_prefix(name, prefix, tree, tree_name)
+    return unflatten(spec, list(map(function, leaves, values)))
+
+
 def _broadcast_to_parts(name: str, prefix: Any, tree: Any, tree_name: str, parts: int) -> list[Any]:
     """`broadcast_prefix` of a tree with `Microbatches` of so many parts, to each of them."""
     spec = structure(tree)

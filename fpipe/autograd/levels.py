@@ -29,10 +29,6 @@ from fpipe.spec.results import Step, StepAux
 from fpipe.torch_internals import functorch, retrieve_current_functorch_interpreter
 
 
-def _is_forward_mode() -> bool:
-    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
-
-
 @_disable_dynamo
 def call_within(pipe: Callee, method: Method, *arguments: Any, **options: Any) -> Any:
     """Call a method of a pipeline within the innermost transform of `torch.func`.
@@ -81,7 +77,8 @@ def _call_within(pipe: Callee, method: Method, *arguments: Any, **options: Any) 
 
 def _call_outside(pipe: Callee, method: Method, *arguments: Any, **options: Any) -> Any:
     """Call a method outside of transforms of `torch.func`."""
-    if not _is_forward_mode():
+    is_forward_mode = forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+    if not is_forward_mode:
         return getattr(pipe, method)(*arguments, **options)
     if any(map(_has_tangent, pytree.flatten(arguments)[0])):
         return _call_with_tangents(pipe, method, arguments, options)

@@ -295,7 +295,10 @@ def _call_duals(
 ) -> Any:
     """The call with dual stages: its step, with gradients by `names`; without any its value."""
     if call.pipe.definition.convention.vectors:
-        raise third_derivative()
+        raise FpipeError(
+            "a pipeline was differentiated three times, or forward twice: its loss can be "
+            "differentiated twice, and once of these forward, as torch.func.hessian does"
+        )
     if call.pipe.rank is not None:
         raise FpipeError(
             "a pipeline over processes was differentiated twice, but one of its ranks cannot know "
@@ -307,14 +310,6 @@ def _call_duals(
     if names:
         return call.another(with_argnums(pipe, names), "run_step", spec).enter(flat)
     return call.another(pipe, "run_value", spec).enter(flat)
-
-
-def third_derivative() -> FpipeError:
-    """Why there is no third derivative."""
-    return FpipeError(
-        "a pipeline was differentiated three times, or forward twice: its loss can be "
-        "differentiated twice, and once of these forward, as torch.func.hessian does"
-    )
 
 
 def _vector(places: Any, directions: Sequence[Tensor | None], like: Sequence[Tensor]) -> Any:

@@ -7,7 +7,7 @@ parameters that reads a shared batch has something to be mapped over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -182,44 +182,39 @@ class EnsembleArguments:
         """The gradients, with the members along the caller's dimensions."""
         if isinstance(grads, Dual):
             return Dual(*map(self._restored, grads))
-        parts = []
-        for tree, dims in self._with_dims(grads):
-            leaves, spec = pytree.flatten(tree)
-            pairs = zip(leaves, dims, strict=True)
-            moved = [leaf.movedim(0, dim or 0) for leaf, dim in pairs]
-            parts.append(None if tree is None else pytree.unflatten(spec, moved))
-        return self.parts.join(parts, grads)
+        return self._by_params(lambda leaf, dim: leaf.movedim(0, dim or 0), grads)
 
-    def _with_dims(self, grads: Any) -> Iterator[tuple[Any, list[int | None]]]:
-        """Each part of gradients by the parameters, with the dimension of each of its leaves."""
-        prefixes = self.parts.prefixes(self.in_dims[0])
-        for tree, prefix in zip(self.parts.split(grads), prefixes, strict=True):
-            if tree is None:
-                yield tree, []
-            else:
-                yield tree, pytree.broadcast_prefix("in_dims[0]", prefix, tree, "params")
+    def _by_params(self, function: Callable[[Tensor, int | None], Tensor], grads: Any) -> Any:
+        """Apply `function` to each gradient by the parameters, and the dimension of its members."""
+        pairs = zip(self.parts.split(grads), self.parts.prefixes(self.in_dims[0]), strict=True)
+        parts = [
+            None
+            if tree is None
+            else pytree.map_with_prefix(function, "in_dims[0]", prefix, tree, "params")
+            for tree, prefix in pairs
+        ]
+        return self.parts.join(parts, grads)
 
     def weigh(self, grads: Any, cotangent: Tensor) -> Any:
         """The gradients of a sum of all members' losses, each with its weight."""
         assert self.inner.weigh is not None
-        leaves, spec = pytree.flatten(grads)
-        dims = [dim for _, part_dims in self._with_dims(grads) for dim in part_dims]
-        fronted = [leaf.movedim(dim or 0, 0) for leaf, dim in zip(leaves, dims, strict=True)]
-        each = spared(pytree.unflatten(spec, fronted), cotangent)
+        fronted = self._by_params(lambda leaf, dim: leaf.movedim(dim or 0, 0), grads)
+        each = spared(fronted, cotangent)
         weighed = vmap_pytrees(self.inner.weigh, [each, cotangent], [0, 0])
-        summed = [
-            leaf.sum(0) if dim is None else leaf.movedim(0, dim)
-            for leaf, dim in zip(pytree.flatten(weighed)[0], dims, strict=True)
-        ]
-        return pytree.unflatten(spec, summed)
+        return self._by_params(
+            lambda leaf, dim: leaf.sum(0) if dim is None else leaf.movedim(0, dim), weighed
+        )
 
     def state(self, state: Any) -> Any:
         """The state of each member, with the members where the caller had them."""
         states = state if self.inner is STATE else vmap_pytrees(self.inner.state, [state], [0])
-        leaves, spec = pytree.flatten(states)
-        dims = pytree.broadcast_prefix("in_dims[1]", self.in_dims[1], states, "state")
-        moved = [leaf.movedim(0, dim or 0) for leaf, dim in zip(leaves, dims, strict=True)]
-        return pytree.unflatten(spec, moved)
+        return pytree.map_with_prefix(
+            lambda leaf, dim: leaf.movedim(0, dim or 0),
+            "in_dims[1]",
+            self.in_dims[1],
+            states,
+            "state",
+        )
 
     def batch(self, grads: Any) -> Any:
         """Put the members of the batch's gradients where the caller has them."""

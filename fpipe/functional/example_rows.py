@@ -72,7 +72,7 @@ def rows_as_examples(name: str, definition: Definition, randomness: str) -> Defi
     )
 
 
-def norms_of_rows(name: str, definition: Definition, randomness: str) -> Definition:
+def norms_of_rows(definition: Definition, randomness: str) -> Definition:
     """The definition of the pipeline that returns the loss and the gradient norm of every row.
 
     Every stage keeps sums of squares alone. Arguments and errors are those of `rows_as_examples`.
@@ -83,7 +83,7 @@ def norms_of_rows(name: str, definition: Definition, randomness: str) -> Definit
             "products: take fpipe.per_example_grads of it, or the norms of the pipeline itself"
         )
     kept_dims = 1 + len(definition.loss_shape)
-    by_rows = rows_as_examples(name, definition, randomness)
+    by_rows = rows_as_examples("per_example_norms", definition, randomness)
     return replace(
         by_rows,
         sink=replace(by_rows.sink, fold=partial(_sum_of_squares, kept_dims), everywhere=True),
@@ -137,12 +137,11 @@ def _rowwise_loss(
 
 def _batch_of_one(row: Any, in_dims: Any) -> Any:
     """One row of a microbatch as a microbatch of one."""
-    leaves, spec = pytree.flatten(row)
-    dims = pytree.broadcast_prefix("in_dims", in_dims, row, "the microbatch")
-    return pytree.unflatten(
-        spec,
-        [v if dim is None else v.unsqueeze(dim) for v, dim in zip(leaves, dims, strict=True)],
-    )
+
+    def unsqueezed(leaf: Tensor, dim: int | None) -> Tensor:
+        return leaf if dim is None else leaf.unsqueeze(dim)
+
+    return pytree.map_with_prefix(unsqueezed, "in_dims", in_dims, row, "the microbatch")
 
 
 # ── gradients ───────────────────────────────────────────────────────────────────────────────────

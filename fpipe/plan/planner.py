@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fpipe import pytree
 from fpipe.dtensors import placements_of, refuse_placements
 from fpipe.errors import ScheduleError
 from fpipe.inputs.ambient import Ambient, ambient
@@ -145,7 +144,7 @@ class Planner:
         goal, kinds = signature.goal, signature.kinds
         refuse_without_data(signature)
         specs = [shape.spec for shape in signature.params]
-        refuse_placements(specs, [shape.spec for shape in signature.batch], pytree.paths)
+        refuse_placements(specs, [shape.spec for shape in signature.batch])
         replicas = None if self._data is None else replicas_of(signature, self._data)
         local = signature
         if goal in UPDATING:

@@ -260,4 +260,4 @@ def per_example_norms(pipe: Pipeline, *, randomness: str = "error") -> NormPipel
         [5.0, 50.0, 500.0]
     """
     definition = definition_of("per_example_norms", pipe)
-    return NormPipeline(norms_of_rows("per_example_norms", definition, randomness))
+    return NormPipeline(norms_of_rows(definition, randomness))
