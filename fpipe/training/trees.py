@@ -52,14 +52,12 @@ class Group(NamedTuple):
 
 
 def read_groups(groups: Groups | None) -> tuple[Group, ...]:
-    """The groups in the order in which they are asked; the first that holds a parameter has it.
+    """The groups, of which the first that holds a parameter has it, and the last holds all.
 
     Raises:
         FpipeError: `groups` is neither a mapping nor a sequence of pairs.
     """
-    if groups is None:
-        return ()
-    pairs = list(groups.items()) if isinstance(groups, Mapping) else groups
+    pairs = list(groups.items()) if isinstance(groups, Mapping) else groups or ()
     read = []
     for pair in pairs:
         well = isinstance(pair, (tuple, list)) and len(pair) == 2
@@ -76,7 +74,7 @@ def read_groups(groups: Groups | None) -> tuple[Group, ...]:
                 "hyperparameters, or None for parameters that no step changes"
             )
         read.append(Group(which, None if hyper is None else dict(hyper)))
-    return tuple(read)
+    return (*read, Group("*", {}))
 
 
 Trained = Callable[[optree.PyTreeSpec], Sequence[bool]]
@@ -177,7 +175,7 @@ class LeafByLeaf:
 
     Args:
         updates: its pure step.
-        groups: parameters with hyperparameters of their own.
+        groups: as `read_groups` returns them.
         has_gradient: which leaves have a gradient.
     """
 
@@ -185,7 +183,7 @@ class LeafByLeaf:
         self._updates = updates
         self._groups = groups
         self._has_gradient = has_gradient
-        self._members: dict[optree.PyTreeSpec, list[int | None]] = {}
+        self._members: dict[optree.PyTreeSpec, list[int]] = {}
         defaults = updates.defaults
         self._defaults = [updates.replaced(defaults, group.hyper or {}) for group in groups]
 
@@ -242,7 +240,7 @@ class LeafByLeaf:
         """The place of each leaf that is trained, and its hyperparameters."""
         each = zip(leaves, self._members_of(spec), self._has_gradient(spec), strict=True)
         for index, (leaf, member, flag) in enumerate(each):
-            if flag and self._changes(member) and _has_gradient(leaf):
+            if flag and self._groups[member].hyper is not None and _has_gradient(leaf):
                 yield index, self._hyper(member, {})
 
     def update(
@@ -268,9 +266,7 @@ class LeafByLeaf:
         """The step of each leaf by itself; arguments are those of `update`, and of `LeafSteps`."""
         leaves, spec = pytree.flatten(params)
         self._updates.replaced(self._updates.defaults, hyper)  # refuses those that are wrong
-        hypers = {
-            member: self._hyper(member, hyper) for member in (None, *range(len(self._groups)))
-        }
+        hypers = [self._hyper(member, hyper) for member in range(len(self._groups))]
         return LeafSteps(
             self._updates,
             spec,
@@ -284,20 +280,15 @@ class LeafByLeaf:
             unscale,
         )
 
-    def _hyper(self, member: int | None, step: Mapping[str, Any]) -> dict[str, Any]:
+    def _hyper(self, member: int, step: Mapping[str, Any]) -> dict[str, Any]:
         """A group's value wins over a step's, and a step's over the default."""
-        if member is None:
-            return self._updates.defaults | dict(step)
         return self._defaults[member] | dict(step) | (self._groups[member].hyper or {})
 
-    def _changes(self, member: int | None) -> bool:
-        return member is None or self._groups[member].hyper is not None
-
-    def _members_of(self, spec: optree.PyTreeSpec) -> list[int | None]:
-        """The number of the first group that holds each leaf, None for no group."""
+    def _members_of(self, spec: optree.PyTreeSpec) -> list[int]:
+        """The number of the group of each leaf."""
         if spec not in self._members:
             self._members[spec] = [
-                next((n for n, group in enumerate(self._groups) if group.holds(name, path)), None)
+                next(n for n, group in enumerate(self._groups) if group.holds(name, path))
                 for name, path in zip(names_of(spec), pytree.key_paths(spec), strict=True)
             ]
         return self._members[spec]
