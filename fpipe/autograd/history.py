@@ -165,87 +165,79 @@ def tracked_forward(pipe: Callee, *arguments: Any, key: Tensor | None, out_dims:
     if pipe.rank is not None:
         outputs = pipe.run_forward(*arguments, key=key, out_dims=out_dims)
         return without_history(outputs, leaves, ON_ONE_RANK)
-    call = _ForwardCall(pipe, spec, key, out_dims)
-    return call.call.result(_ForwardOperation.apply(call, key, *leaves))
+    call = Call(pipe, "run_forward", spec, {"key": key, "out_dims": out_dims}, repeats=True)
+    return call.result(_ForwardOperation.apply(call, key, *leaves))
 
 
-class _ForwardCall:
-    """One call of ``forward``, which can be differentiated once."""
+def _pull_back(
+    call: Call,
+    key: Tensor | None,
+    leaves: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients by the leaves that need one, of a call of ``forward``."""
+    refuse_redrawing(call)
+    definition = call.pipe.definition
+    arguments, needs = pytree.unflatten(call.spec, leaves), pytree.unflatten(call.spec, needed)
+    place_of = {name: definition.takes.index(name) for name in ARGUMENTS}
+    names = tuple(name for name in ARGUMENTS if any(pytree.flatten(needs[place_of[name]])[0]))
+    gradients: list[Tensor | None] = [None] * len(leaves)
+    with call.as_made():
+        for grads in _terms(call, arguments, key, outputs, cotangents, names):
+            for name, tree in grads.items():
+                numbers = pytree.flatten(call.places[place_of[name]])[0]
+                values = pytree.broadcast_prefix("grads", tree, arguments[place_of[name]], name)
+                for number, value in zip(numbers, values, strict=True):
+                    if value is not None and needed[number]:
+                        before = gradients[number]
+                        gradients[number] = value if before is None else before + value
+    return gradients
 
-    def __init__(self, pipe: Callee, spec: Any, key: Tensor | None, out_dims: Any) -> None:
-        self._pipe, self._spec, self._out_dims = pipe, spec, out_dims
-        options = {"key": key, "out_dims": out_dims}
-        self.call = Call(pipe, "run_forward", spec, options, repeats=True)
 
-    def pull_back(
-        self,
-        key: Tensor | None,
-        leaves: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        cotangents: Sequence[Tensor | None],
-        needed: Sequence[bool],
-    ) -> list[Tensor | None]:
-        """The gradients by the leaves that need one."""
-        refuse_redrawing(self.call)
-        definition = self._pipe.definition
-        arguments = pytree.unflatten(self._spec, leaves)
-        needs = pytree.unflatten(self._spec, needed)
-        place_of = {name: definition.takes.index(name) for name in ARGUMENTS}
-        names = tuple(name for name in ARGUMENTS if any(pytree.flatten(needs[place_of[name]])[0]))
-        gradients: list[Tensor | None] = [None] * len(leaves)
-        numbers_of = pytree.unflatten(self._spec, range(len(leaves)))
-        with self.call.as_made():
-            for grads in self._terms(arguments, key, outputs, cotangents, names):
-                for name, tree in grads.items():
-                    numbers = pytree.flatten(numbers_of[place_of[name]])[0]
-                    values = pytree.broadcast_prefix("grads", tree, arguments[place_of[name]], name)
-                    for number, value in zip(numbers, values, strict=True):
-                        if value is not None and needed[number]:
-                            before = gradients[number]
-                            gradients[number] = value if before is None else before + value
-        return gradients
+def _terms(
+    call: Call,
+    arguments: Sequence[Any],
+    key: Tensor | None,
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    names: tuple[str, ...],
+) -> Iterator[dict[str, Any]]:
+    """The gradients of the outputs; of one function those of its loss too."""
+    cotangent = call.result(_filled(call, outputs, cotangents))
+    if call.pipe.definition.function:
+        weight, cotangent = cotangent
+        if weight is not None:
+            value, grads = _step(with_argnums(call.pipe, names), arguments, key)
+            check_same_outputs(value, [(torch.ones_like(outputs[0]), outputs[0])])
+            yield {name: scaled(tree, weight) for name, tree in grads.items()}
+        outputs, cotangents = outputs[1:], cotangents[1:]
+    if any(leaf is not None for leaf in pytree.flatten_prefix(cotangent)):
+        try:
+            pipe = with_argnums(vjp_of(call.pipe, call.options["out_dims"]), names)
+        except StageError as error:
+            raise FpipeError(f"pipe.forward has no derivative here: {error}") from error
+        product, grads = _step(pipe, (*arguments, cotangent), key)
+        pairs = zip(cotangents, outputs, strict=True)
+        check_same_outputs(product, [(c, y) for c, y in pairs if c is not None])
+        yield grads
 
-    def _terms(
-        self,
-        arguments: Sequence[Any],
-        key: Tensor | None,
-        outputs: Sequence[Tensor],
-        cotangents: Sequence[Tensor | None],
-        names: tuple[str, ...],
-    ) -> Iterator[dict[str, Any]]:
-        """The gradients of the outputs; of one function those of its loss too."""
-        cotangent = self.call.result(self._filled(outputs, cotangents))
-        if self._pipe.definition.function:
-            weight, cotangent = cotangent
-            if weight is not None:
-                value, grads = _step(with_argnums(self._pipe, names), arguments, key)
-                check_same_outputs(value, [(torch.ones_like(outputs[0]), outputs[0])])
-                yield {name: scaled(tree, weight) for name, tree in grads.items()}
-            outputs, cotangents = outputs[1:], cotangents[1:]
-        if any(leaf is not None for leaf in pytree.flatten_prefix(cotangent)):
-            try:
-                pipe = with_argnums(vjp_of(self._pipe, self._out_dims), names)
-            except StageError as error:
-                raise FpipeError(f"pipe.forward has no derivative here: {error}") from error
-            product, grads = _step(pipe, (*arguments, cotangent), key)
-            pairs = zip(cotangents, outputs, strict=True)
-            check_same_outputs(product, [(c, y) for c, y in pairs if c is not None])
-            yield grads
 
-    def _filled(
-        self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
-        """The cotangents; parts of `fpipe.Microbatches` have zeros if any of them has numbers."""
-        places = self.call.result(range(len(outputs)))
-        in_parts = set(range(len(outputs))) - set(pytree.places_of_rest(pytree.structure(places)))
-        if all(cotangents[place] is None for place in in_parts):
-            return list(cotangents)
-        return [
-            torch.zeros_like(output)
-            if cotangent is None and place in in_parts and is_differentiable(output)
-            else cotangent
-            for place, (output, cotangent) in enumerate(zip(outputs, cotangents, strict=True))
-        ]
+def _filled(
+    call: Call, outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The cotangents; parts of `fpipe.Microbatches` have zeros if any of them has numbers."""
+    places = call.result(range(len(outputs)))
+    in_parts = set(range(len(outputs))) - set(pytree.places_of_rest(pytree.structure(places)))
+    if all(cotangents[place] is None for place in in_parts):
+        return list(cotangents)
+    return [
+        torch.zeros_like(output)
+        if cotangent is None and place in in_parts and is_differentiable(output)
+        else cotangent
+        for place, (output, cotangent) in enumerate(zip(outputs, cotangents, strict=True))
+    ]
 
 
 def _step(
@@ -259,10 +251,8 @@ def _step(
 
 class _ForwardOperation(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, call: _ForwardCall, key: Tensor | None, *leaves: Tensor
-    ) -> tuple[Tensor, ...]:
-        outputs = call.call.run(leaves)
+    def forward(ctx: Any, call: Call, key: Tensor | None, *leaves: Tensor) -> tuple[Tensor, ...]:
+        outputs = call.run(leaves)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(key, *leaves, *outputs)
@@ -277,7 +267,7 @@ class _ForwardOperation(torch.autograd.Function):
         if any(map(functorch.is_legacy_batchedtensor, tensors)):
             raise FpipeError(SEVERAL)
         with torch.no_grad():
-            grads = ctx.call.pull_back(key, leaves, outputs, cotangents, needed)
+            grads = _pull_back(ctx.call, key, leaves, outputs, cotangents, needed)
         if torch.is_grad_enabled():
             # A derivative by some leaves alone would not reach the refusal of once_differentiable.
             grads = without_history(grads, (*leaves, *cotangents), TWICE)

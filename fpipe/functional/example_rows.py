@@ -175,14 +175,9 @@ def _of_rows(inner: Convention) -> Convention:
     )
     if inner is PLAIN:
         return stacked
-    return Convention(
-        enter=inner.enter,
+    return stacked._replace(
         loss=lambda loss: vmap_pytrees(inner.loss, [loss], [0]),
         grads=lambda grads: vmap_pytrees(inner.grads, [grads], [0]),
-        out_dims=stacked.out_dims,
-        aux_dims=stacked.aux_dims,
-        vectors=inner.vectors,
-        weigh=stacked.weigh,
     )
 
 

@@ -9,8 +9,8 @@ the gradients of the sum over microbatches are those of a loss over the whole ba
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import reduce, wraps
+from dataclasses import replace
+from functools import partial, reduce, wraps
 from operator import itemgetter
 from typing import Any
 
@@ -51,7 +51,7 @@ def pullback(definition: Definition, out_dims: Any) -> Definition:
         has_aux=False,
         reduction="sum",
         convention=inner._replace(
-            enter=_Entrance(inner, definition.in_dims, out_dims),
+            enter=partial(_entered, inner, definition.in_dims, out_dims),
             batch=lambda grads: inner.batch(grads[0]),
             common=itemgetter(0),  # the cotangent is read on one rank alone
             vectors=(COTANGENT,),
@@ -78,56 +78,50 @@ def _check(definition: Definition) -> None:
 # ── arguments ───────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class _Entrance:
-    """Puts the cotangent beside the batch, if it has a row for each of the batch's."""
+def _entered(inner: Convention, in_dims: Any, out_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+    """Put the cotangent beside the batch, if it has a row for each of the batch's."""
+    *inner_arguments, cotangent = arguments
+    params, batch = inner.enter(*inner_arguments)
+    if (batch is None) != (cotangent is None):
+        raise BatchError(
+            f"batch={batch!r:.40} and cotangent={cotangent!r:.40}: a rank passes both of them, "
+            "or neither"
+        )
+    if batch is None:
+        return params, None
+    _check_rows(batch, in_dims, cotangent, out_dims)
+    return params, (batch, cotangent)
 
-    inner: Convention
-    in_dims: Any
-    out_dims: Any
 
-    def __call__(self, *arguments: Any) -> tuple[Any, Any]:
-        *inner_arguments, cotangent = arguments
-        params, batch = self.inner.enter(*inner_arguments)
-        if (batch is None) != (cotangent is None):
+def _check_rows(batch: Any, in_dims: Any, cotangent: Any, out_dims: Any) -> None:
+    leaves, _ = pytree.tensors("batch", batch, "torch.as_tensor makes one")
+    dims = pytree.broadcast_prefix("in_dims", in_dims, batch, "batch")
+    rows = None
+    # Each part of `fpipe.Microbatches` has rows of its own, which `_product` checks.
+    if pytree.number_of_parts((batch, cotangent)) is None:
+        pairs = zip(leaves, dims, strict=True)
+        rows = next((v.shape[d] for v, d in pairs if pytree.is_dim(d, v.dim())), None)
+    weights, spec = pytree.tensors(COTANGENT, cotangent, "None where there is none")
+    dims = pytree.broadcast_prefix("out_dims", out_dims, cotangent, "the cotangent")
+    not_in_parts = frozenset(pytree.places_of_rest(spec))
+    named = zip(pytree.paths(spec), weights, dims, strict=True)
+    for place, (path, leaf, dim) in enumerate(named):
+        if dim is Microbatches and place in not_in_parts:
             raise BatchError(
-                f"batch={batch!r:.40} and cotangent={cotangent!r:.40}: a rank passes both of them, "
-                "or neither"
+                f"cotangent{path} is of an output that out_dims leaves apart: it must be "
+                "fpipe.Microbatches, with one part for each"
             )
-        if batch is None:
-            return params, None
-        self._check_rows(batch, cotangent)
-        return params, (batch, cotangent)
-
-    def _check_rows(self, batch: Any, cotangent: Any) -> None:
-        leaves, _ = pytree.tensors("batch", batch, "torch.as_tensor makes one")
-        dims = pytree.broadcast_prefix("in_dims", self.in_dims, batch, "batch")
-        rows = None
-        # Each part of `fpipe.Microbatches` has rows of its own, which `_product` checks.
-        if pytree.number_of_parts((batch, cotangent)) is None:
-            pairs = zip(leaves, dims, strict=True)
-            rows = next((v.shape[d] for v, d in pairs if pytree.is_dim(d, v.dim())), None)
-        weights, spec = pytree.tensors(COTANGENT, cotangent, "None where there is none")
-        dims = pytree.broadcast_prefix("out_dims", self.out_dims, cotangent, "the cotangent")
-        not_in_parts = frozenset(pytree.places_of_rest(spec))
-        named = zip(pytree.paths(spec), weights, dims, strict=True)
-        for place, (path, leaf, dim) in enumerate(named):
-            if dim is Microbatches and place in not_in_parts:
-                raise BatchError(
-                    f"cotangent{path} is of an output that out_dims leaves apart: it must be "
-                    "fpipe.Microbatches, with one part for each"
-                )
-            if dim is None:
-                raise BatchError(
-                    f"cotangent{path} is of an output of which the last microbatch's is kept alone "
-                    "(None in out_dims): give out_dims the dimension of its rows, or pass None"
-                )
-            if rows is not None and (not pytree.is_dim(dim, leaf.dim()) or leaf.shape[dim] != rows):
-                raise BatchError(
-                    f"cotangent{path} of shape {tuple(leaf.shape)} must have {rows} rows along "
-                    f"dimension {dim}, as the batch has: a derivative by outputs is of those with "
-                    "a row for each row of the batch"
-                )
+        if dim is None:
+            raise BatchError(
+                f"cotangent{path} is of an output of which the last microbatch's is kept alone "
+                "(None in out_dims): give out_dims the dimension of its rows, or pass None"
+            )
+        if rows is not None and (not pytree.is_dim(dim, leaf.dim()) or leaf.shape[dim] != rows):
+            raise BatchError(
+                f"cotangent{path} of shape {tuple(leaf.shape)} must have {rows} rows along "
+                f"dimension {dim}, as the batch has: a derivative by outputs is of those with "
+                "a row for each row of the batch"
+            )
 
 
 def _split_dim(dim: Any) -> Any:
