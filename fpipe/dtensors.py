@@ -224,10 +224,7 @@ def without_dims(
 ) -> optree.PyTreeSpec:
     """The structure of a tree whose DTensors do not lie over some dimensions any more.
 
-    Args:
-        spec: of the tree.
-        leaves: the shape of each leaf, as it is then.
-        names: of the dimensions.
+    Then `leaves` are the shapes of its leaves.
     """
     places = placements_of(spec)
     if not any(place is not None and set(names) & set(place.dims[0] or ()) for place in places):
@@ -389,12 +386,8 @@ class _LocalEntry(optree.PyTreeEntry):
 def refuse_transformed(tree: Any, transform: str) -> None:
     """Refuse DTensors where a transform would take their local tensors for all of them.
 
-    Args:
-        tree: what a pipeline is called with.
-        transform: how it is called in the message.
-
     Raises:
-        BatchError: there is one.
+        BatchError: there is one among the arguments in `tree`.
     """
     # They are not taken apart: torch refuses that within its transforms.
     if registered and any(
@@ -409,11 +402,7 @@ def refuse_transformed(tree: Any, transform: str) -> None:
 def refuse_placements(
     params: Sequence[optree.PyTreeSpec], batch: Sequence[optree.PyTreeSpec]
 ) -> None:
-    """Refuse DTensors that a pipeline cannot take.
-
-    Args:
-        params: the structure of each stage's parameters.
-        batch: the structure of microbatches.
+    """Refuse DTensors in parameters, by stage, and in microbatches that a pipeline cannot take.
 
     Raises:
         BatchError: names the leaf, the rule and the way out.

@@ -335,16 +335,7 @@ class Engine:
         read: Callable[[], tuple[Sequence[Any], Move]] | None = None,
         scale: float = 1.0,
     ) -> RunResult:
-        """Make a call.
-
-        Args:
-            goal: what is asked for.
-            arguments: in order.
-            key: as in `step`.
-            name: as in `run_step`.
-            read: as in `run_updating`.
-            scale: what the loss is multiplied with in the backward.
-        """
+        """Make a call for a goal; arguments are those of `run_step` and of `run_updating`."""
         recorded = torch.is_grad_enabled()
         around = PIPELINES_AROUND.set(PIPELINES_AROUND.get() + 1)
         request = Request()

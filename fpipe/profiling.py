@@ -285,13 +285,8 @@ def measured_links(
 ) -> LinkTimes:
     """Send messages of 64 bytes and of 4 MiB along a placement and back, and compare.
 
-    Each message is alone, and the fastest of each size counts. Every rank of the group calls this.
-
-    Args:
-        group: of the ranks.
-        placement: the rank of each stage.
-        steps: how often, after one that is not measured.
-        timeout: as for `fpipe.pipeline`.
+    Each message is alone, and the fastest of each size counts. Every rank of the group calls this,
+    with as many steps, before which there is one that is not measured.
     """
     schedule = all_forwards_first(placement, 1, split=False, ranks=group.size())
     stages = [_carry] * len(placement)

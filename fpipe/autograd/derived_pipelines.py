@@ -77,12 +77,9 @@ def with_argnums(pipe: Callee, names: tuple[str, ...]) -> Callee:
 
 
 def ensemble_of(pipe: Callee, in_dims: tuple[Any, ...], randomness: str, key: Any) -> Callee:
-    """The pipeline of all members.
+    """The pipeline of all members, stacked as for `fpipe.vmap`.
 
-    Args:
-        pipe: the pipeline of one member.
-        in_dims: as for `fpipe.vmap`, as is `randomness`.
-        key: hashable, and the same only for the same `in_dims` and `randomness`.
+    The key is hashable, and the same only for the same `in_dims` and `randomness`.
     """
 
     def make() -> Definition:
@@ -139,14 +136,7 @@ def _kept(
     make: Callable[[], Definition],
     stage_compiler: StageCompiler | None = None,
 ) -> Callee:
-    """The pipeline that `pipe` keeps under `key`, made at the first call.
-
-    Args:
-        pipe: the pipeline that keeps it.
-        key: hashable.
-        make: makes its definition.
-        stage_compiler: as for `Engine`.
-    """
+    """The pipeline that `pipe` keeps under `key`, made at the first call."""
     if key not in pipe.derived:
         definition = make()
         # The tensors of a pipeline belong to no level of torch.func.
@@ -158,9 +148,7 @@ def _kept(
 def _dual(definition: Definition, *, stacked: bool) -> Definition:
     """The definition of dual stages; of an ensemble it is an ensemble, whose members are duals.
 
-    Args:
-        definition: of the pipeline.
-        stacked: members who share a parameter have a direction each.
+    If `stacked`, members who share a parameter have a direction each.
     """
     if definition.alone is None:
         return derivative("hvp", definition, ARGUMENTS)

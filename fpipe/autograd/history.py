@@ -71,13 +71,7 @@ def has_history(pipe: Callee) -> bool:
 
 
 def without_history(values: Any, leaves: Sequence[Any], why: str) -> Any:
-    """A tree of tensors, whose derivative by `leaves` is refused when it is taken.
-
-    Args:
-        values: the tree.
-        leaves: what the values depend on.
-        why: the text of the `FpipeError`.
-    """
+    """A tree of tensors whose derivative by `leaves` is refused, and why, when it is taken."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return pytree.tree_map(lambda value: _Refused.apply(why, value, *tensors), values)
 
@@ -86,12 +80,7 @@ def without_history(values: Any, leaves: Sequence[Any], why: str) -> Any:
 
 
 def tracked_value(pipe: Callee, *arguments: Any, **options: Any) -> Any:
-    """The loss, or losses, with history.
-
-    Args:
-        pipe: the pipeline.
-        arguments: as in `Engine.run_step`.
-        options: the key.
+    """The loss, or losses, with history; arguments and options are those of `Engine.run_value`.
 
     Raises:
         BatchError: it is to be differentiated by a batch that several losses share.
@@ -102,13 +91,9 @@ def tracked_value(pipe: Callee, *arguments: Any, **options: Any) -> Any:
 def tracked_step(
     pipe: Callee, wanted: tuple[str, ...], *arguments: Any, **options: Any
 ) -> tuple[Any, ...]:
-    """The loss and the gradients, with history.
+    """The loss and the gradients by the arguments `wanted`, with history.
 
-    Args:
-        pipe: the pipeline.
-        wanted: the arguments by which gradients are returned.
-        arguments: as in `Engine.run_step`.
-        options: the key.
+    Other arguments are those of `Engine.run_step`.
 
     Returns:
         ``(loss, grads)``, the gradients as a tuple, and aux if there is any.
@@ -155,12 +140,7 @@ def tracked_step(
 
 
 def tracked_forward(pipe: Callee, *arguments: Any, key: Tensor | None, out_dims: Any) -> Any:
-    """The result of ``forward``, with history; if it can have none, a backward says why.
-
-    Args:
-        pipe: the pipeline.
-        arguments: as in `Engine.run_forward`, as are `key` and `out_dims`.
-    """
+    """The result of `Engine.run_forward`, with history; if it can have none, a backward says so."""
     leaves, spec = pytree.flatten(arguments)
     if pipe.rank is not None:
         outputs = pipe.run_forward(*arguments, key=key, out_dims=out_dims)

@@ -38,11 +38,7 @@ _INSTEAD: Final = {
 
 
 def refusal(kind: str) -> FpipeError:
-    """Why a pipeline cannot run within a transform of `torch.func`, and what to use instead.
-
-    Args:
-        kind: of the transform, such as ``"Vmap"``.
-    """
+    """Why a pipeline cannot run within a transform of this kind, and what to use instead."""
     text = _INSTEAD.get(kind, "a transform of torch.func: call it outside")
     return FpipeError(f"a pipeline cannot run inside {text}")
 

@@ -67,11 +67,7 @@ def vmap_pytrees(
 
 @contextmanager
 def batching_rules(devices: Collection[str]) -> Iterator[None]:
-    """The context in which `torch.func.vmap` runs a stage.
-
-    Args:
-        devices: the types of the devices of its arguments, such as ``"cpu"``.
-    """
+    """The context in which `torch.func.vmap` runs a stage on devices of these types."""
     # A mapped tensor does not say that it is differentiated, so the other kernels of CUDA do not
     # keep what their backward reads.
     flash = "cpu" not in devices and torch.backends.cuda.flash_sdp_enabled()

@@ -165,10 +165,7 @@ def _push_forward(
 ) -> tuple[Any, Any]:
     """The output of `function`, and its derivative, which has None for leaves without one.
 
-    Args:
-        function: from pytrees to a pytree.
-        arguments: its arguments.
-        directions: of each argument, with None for a leaf that has none, or for all of them.
+    Directions have None for a leaf that has none, or for a whole argument.
     """
     leaves, spec = pytree.flatten(arguments)
     aligned = [d for pair in zip(arguments, directions, strict=True) for d in _aligned(*pair)]

@@ -148,15 +148,10 @@ def _direction(
     flags: Sequence[bool],
     is_partial: bool = False,
 ) -> Any:
-    """The vector in the structure of its argument, and checked against it.
+    """The vector in the structure of its argument, and checked against it, each with its name.
 
-    Leaves without a direction stand for themselves; the vector's are not read.
-
-    Args:
-        argument: its name and value.
-        vector: its name and value.
-        flags: whether each leaf of the argument has a direction.
-        is_partial: where the vector has None, this process has no data, and reads none.
+    Leaves without a direction, as flags say, stand for themselves; the vector's are not read. If it
+    `is_partial`, this process has no data where the vector has None.
 
     Raises:
         BatchError: they do not fit.
@@ -185,15 +180,9 @@ def _direction(
 
 
 def _aligned(vector: Any, value: Any, required: Sequence[bool]) -> list[Tensor | None] | None:
-    """The direction of each leaf, of a vector with None for leaves, or for whole subtrees.
+    """The direction of each leaf of a value, of a vector with None for leaves or whole subtrees.
 
-    Args:
-        vector: of which `value` has the structure, but for these.
-        value: the argument.
-        required: whether each leaf of the argument must have a direction.
-
-    Returns:
-        The leaves; None in place of all if the vector does not fit.
+    It is None in place of all if the vector does not fit, or lacks a direction that is required.
     """
     try:
         aligned = pytree.broadcast_prefix("vector", vector, value, "params")

@@ -80,14 +80,9 @@ def ensemble(member: Alone) -> Definition:
 
 
 def stacked_along(definition: Definition, arguments: Sequence[Any]) -> list[int | None]:
-    """The dimension of the members in each flat leaf of an ensemble's arguments.
+    """The dimension of the members in each flat leaf of parameters, batch and vectors.
 
-    Args:
-        definition: of an ensemble.
-        arguments: parameters, batch and vectors of a call.
-
-    Returns:
-        None for a leaf that the members share.
+    It is None for a leaf that the members share.
     """
     assert definition.alone is not None
     member, in_dims, *_ = definition.alone

@@ -101,14 +101,7 @@ class EnsembleArguments:
         return values[: self.has_state], values[self.has_state], values[self.has_state + 1 :]
 
     def _read(self, name: str, kind: str, value: Any, prefix: Any) -> list[_Stacked]:
-        """The parts of an argument.
-
-        Args:
-            name: of the argument, in messages.
-            kind: the argument whose structure it has, ``"params"`` or ``"batch"``.
-            value: the argument.
-            prefix: its ``in_dims``.
-        """
+        """The parts of an argument, which has the structure of the parameters or of the batch."""
         if value is None or kind == "batch":
             return [_Stacked.read(name, value, prefix)]
         named, prefixes = self.parts.named(name, value), self.parts.prefixes(prefix)
@@ -299,11 +292,7 @@ class _Stacked(NamedTuple):
 
 
 def _count(entries: Sequence[_Stacked], size: int | None) -> int:
-    """The number of members, which all mapped leaves must have.
-
-    Args:
-        entries: all arguments.
-        size: the number, if the caller has said it.
+    """The number of members, which all mapped leaves must have, and the caller may have said.
 
     Raises:
         BatchError: no leaf is mapped, or two have other numbers, or there are no members.

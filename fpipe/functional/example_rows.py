@@ -32,13 +32,8 @@ from fpipe.spec.objective import Sink
 def rows_as_examples(name: str, definition: Definition, randomness: str) -> Definition:
     """The definition of the pipeline that returns the loss and the gradient of every row.
 
-    Args:
-        name: of the transform, for messages.
-        definition: of the pipeline.
-        randomness: as in `torch.func.vmap`.
-
     Raises:
-        StageError: the definition has no such transform; says why.
+        StageError: the definition has no such transform; says why, with the name of the transform.
     """
     if definition.sink.join is not None:
         raise StageError(f"fpipe.{name} of a pipeline that goes by rows already: apply it once")

@@ -23,13 +23,9 @@ RANDOMNESS = ("error", "different", "same")
 def each_stage(
     stages: Iterable[Stage], wrap: Callable[[Callable[..., Any], bool], Callable[..., Any]]
 ) -> tuple[Stage, ...]:
-    """The stages with their functions wrapped.
+    """The stages with their functions wrapped; `wrap` is told whether one is the first stage's.
 
     Stages that share a function still share one afterwards, so it is traced once.
-
-    Args:
-        stages: of the pipeline.
-        wrap: takes a stage function, and whether it is the first stage's.
     """
     wrapped: dict[tuple[int, bool], Callable[..., Any]] = {}
     results = []
@@ -62,12 +58,7 @@ class Parts:
         return [value] if self.stages is None else value
 
     def join(self, parts: Sequence[Any], like: Any) -> Any:
-        """The inverse of `split`.
-
-        Args:
-            parts: one for each stage.
-            like: a list or tuple; the result is of its type.
-        """
+        """The inverse of `split`; the result is a list or a tuple, as `like` is."""
         return parts[0] if self.stages is None else contained(parts, like)
 
     def named(self, name: str, value: Any) -> list[tuple[str, Any]]:
@@ -82,10 +73,7 @@ class Parts:
         return [(f"{name}[{stage}]", tree) for stage, tree in enumerate(value)]
 
     def prefixes(self, prefix: Any) -> Sequence[Any]:
-        """The pytree prefix of each part.
-
-        Args:
-            prefix: for the whole, as the caller gave it.
+        """The prefix of each part, of a prefix for the whole that the caller gave.
 
         Raises:
             BatchError: it cannot be divided.
@@ -103,12 +91,7 @@ class Parts:
 
 
 def refuse_argnums(transform: str, definition: Definition, instead: str) -> None:
-    """Refuse a pipeline whose gradients are not by the parameters alone.
-
-    Args:
-        transform: the name of the transform, such as ``"vmap"``.
-        definition: of the pipeline.
-        instead: what to call instead.
+    """Refuse a pipeline whose gradients are not by the parameters alone; says what to call instead.
 
     Raises:
         StageError: names the transform.
@@ -121,12 +104,7 @@ def refuse_argnums(transform: str, definition: Definition, instead: str) -> None
 
 
 def refuse_state(transform: str, definition: Definition, why: str) -> None:
-    """Refuse a pipeline with ``has_state``.
-
-    Args:
-        transform: the name of the transform.
-        definition: of the pipeline.
-        why: why a transformed state has no meaning.
+    """Refuse a pipeline with ``has_state``; says why a transformed state has no meaning.
 
     Raises:
         StageError: names the transform.

@@ -186,10 +186,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def refuse_global_hooks(name: str) -> None:
-    """Refuse hooks of all modules while one is traced, in which they would stay.
-
-    Args:
-        name: of the module's class.
+    """Refuse hooks of all modules while one of this class is traced, in which they would stay.
 
     Raises:
         StageError: there are some.
@@ -209,14 +206,10 @@ def refuse_global_hooks(name: str) -> None:
 
 
 def refuse_aliases(module: nn.Module, written: Collection[str]) -> None:
-    """Refuse a module that has another tensor in the memory of a buffer that changes.
+    """Refuse a module that has another tensor in the memory of a buffer that its forward writes to.
 
     A state is threaded as a value, so the other tensor would not change. One tensor that is
-    registered as several buffers is one buffer.
-
-    Args:
-        module: it holds its own buffers, and not the state.
-        written: the names of buffers to which its forward writes.
+    registered as several buffers is one buffer. The module holds its own buffers, not the state.
 
     Raises:
         Untraceable: names both.

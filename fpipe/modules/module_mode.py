@@ -264,10 +264,7 @@ def refuse_lost(module: nn.Module) -> None:
 
 
 def refuse_gradient_hooks(named: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse hooks on the parameters of a module: a step takes other tensors in their place.
-
-    Args:
-        named: as ``module.named_modules()`` gives them.
+    """Refuse hooks on the parameters of named modules: a step takes other tensors in their place.
 
     Raises:
         StageError: there is one; names the parameter.

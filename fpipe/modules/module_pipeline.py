@@ -310,13 +310,9 @@ class ModulePipeline(Pipeline):
         state: Mapping[str, Any],
         dtypes: Sequence[Mapping[str, torch.dtype]],
     ) -> None:
-        """Copy parameters and buffers; over a process group all ranks do so at once.
+        """Copy parameters, of which this rank has some, and the state, of which it has all.
 
-        Args:
-            module: the module to copy into.
-            params: parameters, of which this rank has some.
-            state: a state, of which every rank has all.
-            dtypes: of the parameters, on each rank.
+        Over a process group all ranks do so at once; `dtypes` are those of the parameters on each.
         """
         group = self._engine.definition.group
         readers = self._engine.readers()

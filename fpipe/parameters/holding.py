@@ -195,12 +195,9 @@ def held(
 
 
 def whole(engine: Engine, maker: Callable[[Sequence[str]], Make], shapes: Any) -> Any:
-    """A state, of which every process holds all, as a step returns it.
+    """A state, of which every process holds all, as a step returns it; all processes call this.
 
-    Args:
-        engine: over a process group all ranks call this.
-        maker: as for `held`.
-        shapes: pytree of tensors on any device, in the structure of the state.
+    Arguments are those of `held`.
 
     Raises:
         BatchError: `shapes` is no such tree.
@@ -327,10 +324,6 @@ def _filled(
 
 def keeping(definition: Definition, storage: str | PathLike[str] | None) -> Keep:
     """A function that puts parameters where they are to live; None where they stay as made.
-
-    Args:
-        definition: of the pipeline.
-        storage: a directory in whose files they are to lie; None for memory.
 
     Raises:
         StageError: stages compute elsewhere than on the CPU, and no policy says that parameters

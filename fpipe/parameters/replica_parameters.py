@@ -23,33 +23,13 @@ if TYPE_CHECKING:
 
 
 def replicated(params: Any, data: Data | None, keep: Keep = None) -> Any:
-    """The parameters of the first replica, on every replica.
-
-    Args:
-        params: as for `Pipeline.replicate`.
-        data: of the pipeline.
-        keep: puts a leaf where it is to live; None to leave it where it lies.
-
-    Raises:
-        StageError: the pipeline has no replicas.
-        BatchError: a leaf is no tensor, or divided over replicas already.
-    """
+    """The result of `Pipeline.replicate`, and its errors, with leaves where `keep` puts them."""
     data = _checked(data, "replicate")
     return pytree.map_wholes(lambda leaf, path: _kept(_as_first(leaf, path, data), keep), params)
 
 
 def divided(params: Any, data: Data | None, keep: Keep = None) -> Any:
-    """The parameters of the first replica, each divided over all of them.
-
-    Args:
-        params: as for `Pipeline.shard`.
-        data: of the pipeline.
-        keep: puts a leaf where it is to live; None to leave it where it lies.
-
-    Raises:
-        StageError: the pipeline has no replicas.
-        BatchError: a leaf is no tensor, or divided over replicas already.
-    """
+    """The result of `Pipeline.shard`, and its errors, with leaves where `keep` puts them."""
     data = _checked(data, "shard")
 
     def divide(leaf: Any, path: str) -> Any:

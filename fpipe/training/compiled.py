@@ -51,13 +51,15 @@ class Kernels:
         *,
         in_place: bool = False,
     ) -> list[Tensor] | None:
-        """The next parameter and its state; None where no kernel fits.
+        """The next parameter and its state, or nothing if they are written in place.
+
+        It is None where no kernel fits.
 
         Args:
             update: the recording.
             leaves: parameter, gradient and state.
             numbers: in the order of the recording.
-            in_place: write the results into parameter and state, and return nothing.
+            in_place: write the results into parameter and state.
         """
         shape, count = leaves[0].shape, leaves[0].numel()
         if not 1 < count < 2**31 or not all(

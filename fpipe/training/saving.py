@@ -105,10 +105,9 @@ def load(
     like_state: Any,
     scaling: LossScaling | None,
 ) -> Saved | SavedState:
-    """Read them; other arguments and errors are those of `Trainer.load`.
+    """Read them; arguments and errors are those of `Trainer.load`.
 
-    Args:
-        scaling: of the loss. It begins anew where it was not scaled when they were saved.
+    The scale of a loss that was not scaled when they were saved begins anew.
     """
     source = absolute(path)
     if not source.exists() and beside(source).exists():

@@ -125,12 +125,9 @@ def scaled_to(grads: Any, scale: Tensor) -> Any:
 
 
 def _norm(grads: Any, pipe: Pipeline | Wrapping | None, check: Callable[[], None]) -> Tensor:
-    """The norm.
+    """The norm, as `global_norm` returns it.
 
-    Args:
-        grads: as for `global_norm`.
-        pipe: as for `global_norm`.
-        check: raises if another argument is wrong; the rank on which it does tells the others.
+    If another argument is wrong, `check` raises, and the rank on which it does tells the others.
     """
     pipeline = pipe or in_use()
     if pipeline is not None and not isinstance(pipeline, Wrapping):
@@ -156,10 +153,7 @@ def _over_ranks(
 ) -> tuple[Tensor, bool]:
     """Squares whose sum is that of all ranks, and whether any rank has a leaf of double precision.
 
-    Args:
-        engine: of a pipeline over a process group.
-        grads: of this rank.
-        read: the squares of the leaves of this rank, and whether any of them is so.
+    Those of the leaves of this rank, and whether any of them is so, are read by `read`.
     """
     squares_here: list[Tensor] = []
 
@@ -218,9 +212,6 @@ def square_of(leaf: Tensor) -> Tensor:
 
 def _each_once(squares_of: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The squares of every leaf, by path, of which several ranks may hold one.
-
-    Args:
-        squares_of: for each rank.
 
     Raises:
         FpipeError: on every rank, if two ranks have different squares, which cannot belong to the
