@@ -58,6 +58,18 @@ def plain_counts(**counts: int | None) -> tuple[int, ...]:
     return tuple(checked)
 
 
+def plain_seed(seed: object) -> int:
+    """A seed of random choices as an int.
+
+    Raises:
+        ScheduleError: it is not an integer.
+    """
+    plain = plain_integer(seed)
+    if plain is None:
+        raise ScheduleError(f"seed={seed!r:.60} must be an integer")
+    return plain
+
+
 def plain_number(value: object) -> float | None:
     """A real number of any type, such as numpy's, as an int or a float; None for anything else.
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from itertools import repeat
 
+from fpipe.schedule.arguments import plain_counts, plain_seed
 from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.simulation.clocks import run_rows
 from fpipe.schedule.simulation.events import Event
-from fpipe.schedule.simulation.jitter import (
-    Draws,
-    Jitter,
-    plain_jitter,
-    plain_trials,
-    trial_makespans,
-)
+from fpipe.schedule.simulation.jitter import Draws, Jitter, plain_jitter, trial_makespans
 from fpipe.schedule.timeline import Timeline
 from fpipe.schedule.verifier import check_schedule, verify
 from fpipe.schedule.whole_stage import whole_stage_rows
@@ -89,7 +84,8 @@ def simulate(
     )
     makespans: tuple[float, ...] = ()
     if jitter is not None:
-        draws = Draws(plain_jitter(jitter), *plain_trials(trials, seed))
+        (count,) = plain_counts(trials=trials)
+        draws = Draws(plain_jitter(jitter), count, plain_seed(seed))
         sizes = cost.sizes_of(schedule.num_microbatches)
         makespans = tuple(trial_makespans(schedule.actions, costs, sizes, draws))
     return Timeline(schedule, events, cost, makespans)

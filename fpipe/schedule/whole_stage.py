@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import COMPUTE_OPS, SHARDING_OPS, Action, Op
-from fpipe.schedule.arguments import plain_integer
+from fpipe.schedule.arguments import plain_count
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.simulation.clocks import run_rows
 
@@ -164,8 +164,8 @@ def _read(name: str, value: int | str, of: str) -> float:
     """A policy as a number, which is infinite for once a step."""
     if value == STEP:
         return inf
-    number = plain_integer(value)
-    if number is None or isinstance(value, bool) or number < 1:
+    number = plain_count(value)
+    if number is None:
         raise ScheduleError(
             f'{name}={value!r:.60} must be "step", for once a step, or a number of {of}, 1 or more'
         )

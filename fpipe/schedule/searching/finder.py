@@ -13,7 +13,7 @@ from typing import get_args
 
 from fpipe.errors import ScheduleError
 from fpipe.live_line import working
-from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number
+from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number, plain_seed
 from fpipe.schedule.bounds.makespan import Memory, Objective
 from fpipe.schedule.cost import Cost, check_cost, check_kept, values_per_stage
 from fpipe.schedule.orders.evaluator import make_evaluator
@@ -172,8 +172,7 @@ def search(
     ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     check_cost(cost)
     iterations = _checked_budget(seconds, iterations)
-    if (plain := plain_integer(seed)) is None:
-        raise ScheduleError(f"seed={seed!r:.60} must be an integer")
+    seed = plain_seed(seed)
     if objective not in get_args(SearchObjective):
         raise ScheduleError(f"objective={objective!r:.60} must be 'makespan', 'span' or 'robust'")
     jitter = plain_jitter(jitter)
@@ -212,7 +211,7 @@ def search(
             [_checked_placement(placement, ranks)] if placement else choices,
             start=start,
             seconds=seconds,
-            seed=plain,
+            seed=seed,
             iterations=iterations,
         )
     problems = _problems(ranks, microbatches, cost, memory, placement, timed)
@@ -236,7 +235,7 @@ def search(
             )
         incumbents.offer(Candidate(problems[0], order))
     with working("searching", unit="steps"):
-        run(_phases(problems, incumbents, plain), incumbents, meter)
+        run(_phases(problems, incumbents, seed), incumbents, meter)
 
     def schedule_of(candidate: Candidate) -> Schedule:
         name = f"searched_{objective}"
@@ -246,7 +245,7 @@ def search(
     if robust:
         meter = Meter(seconds / 2, None if iterations is None else iterations // 2)
         with working("choosing the best under jitter"):
-            best = find_robust(problems, incumbents, meter, schedule_of, jitter, plain)
+            best = find_robust(problems, incumbents, meter, schedule_of, jitter, seed)
         spent += meter.spent
     elif objective == "makespan":
         best = steadiest(incumbents.ties, schedule_of, jitter)

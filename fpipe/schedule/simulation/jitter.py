@@ -1,20 +1,19 @@
-"""Actions whose times vary: many trials of a schedule in one pass, each action's as a vector."""
+"""Actions whose times vary, and the makespans of a schedule in trials of them."""
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from operator import add
+from dataclasses import dataclass
+from itertools import repeat
 from random import Random
 from typing import Final, TypeAlias
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.arguments import plain_integer, plain_number
-from fpipe.schedule.dependencies import dependencies
+from fpipe.schedule.arguments import plain_number
 from fpipe.schedule.simulation.clocks import run_rows
-from fpipe.schedule.simulation.link_queues import Link
 from fpipe.schedule.stage_costs import StageCosts
 
 Vector: TypeAlias = list[float]  # a number for each trial
@@ -69,16 +68,6 @@ def plain_jitter(jitter: Jitter | float) -> Jitter:
     return jitter if isinstance(jitter, Jitter) else Jitter(each=jitter)
 
 
-def plain_trials(trials: int, seed: int) -> tuple[int, int]:
-    """The numbers of trials and of a seed, checked."""
-    count, number = plain_integer(trials), plain_integer(seed)
-    if count is None or count < 1:
-        raise ScheduleError(f"trials={trials!r:.60} must be an integer, 1 or more")
-    if number is None:
-        raise ScheduleError(f"seed={seed!r:.60} must be an integer")
-    return count, number
-
-
 class Draws:
     """The factors of each action in each trial, whatever the order of the actions."""
 
@@ -114,99 +103,18 @@ def _lognormal(random: Random, deviation: float, trials: int) -> Vector:
 def trial_makespans(
     rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequence[float], draws: Draws
 ) -> Vector:
-    """The makespan of each trial of rows that can run, by the rules of `clocks.run_rows`.
-
-    The same actions run together in all trials.
-    """
-    if costs.shared:
-        # The order of messages on a link differs from trial to trial.
-        return _one_by_one(rows, costs, sizes, draws)
-    graph = dependencies(rows)
-    paired: set[int] = set()  # F's that run together with the B behind them
-    if costs.pair is not None:
-        needs = list(graph.needs)
-        for rank, at in run_rows(rows, costs, sizes).pairs:
-            number = graph.starts[rank] + at
-            paired.add(number)
-            needs[number] += needs[number + 1]
-        graph = replace(graph, needs=tuple(needs))
-    zero = [0.0] * draws.trials
-    amounts = costs.memory_sizes or (1,) * len(sizes)  # by which messages are multiplied
-    clocks, lanes = [zero] * len(rows), [zero] * len(rows)
-    gathered, reduced = [zero] * len(costs.f), [zero] * len(costs.f)
-    free: dict[int, Vector] = {}  # by link
-    forward: dict[tuple[int, int], Vector] = {}  # arrivals at the reader, by maker
-    backward: dict[tuple[int, int], Vector] = {}
-    halved: set[tuple[int, int]] = set()  # that have had their I
-    together: dict[int, tuple[Vector, Vector]] = {}  # start and end of B's that do
-    last, first = zero, [math.inf] * draws.trials
-
-    def send(ready: Vector, link: Link | None, least: float, size: float, rank: int) -> Vector:
-        """When a message arrives; its rank is occupied meanwhile where sends are blocking."""
-        if link is None or not link.transfer:
-            return [end + least for end in ready]
-        end = _latest(ready, free.get(link.number, zero))
-        free[link.number] = end = [each + link.transfer * size for each in end]
-        if costs.blocking:
-            clocks[rank] = _latest(clocks[rank], end)
-        return [each + link.latency for each in end]
-
-    def gradient(stage: int, microbatch: int) -> Vector:
-        """The arrival of what a backward reads."""
-        return backward.pop((stage + 1, microbatch)) if stage + 1 < len(costs.f) else zero
-
-    for number in graph.run_order():
-        stage, op, microbatch = action = graph.actions[number]
-        rank, _ = graph.place(number)
-        now = clocks[rank]
-        takes = _durations(action, rank, costs, sizes, draws)
-        if microbatch is None:
-            begin = now
-            if op == Op.UPDATE:
-                begin = _latest(now, reduced[stage])
-            elif op == Op.UNSHARD:
-                begin = _latest(now, lanes[rank])
-            elif op == Op.REDUCE_GRAD:
-                now = _latest(now, reduced[stage])
-                begin = _latest(now, lanes[rank])
-            end = list(map(add, begin, takes))
-            if op == Op.UNSHARD:
-                lanes[rank] = gathered[stage] = end
-            elif op == Op.REDUCE_GRAD:
-                lanes[rank] = reduced[stage] = end
-            clocks[rank] = end if op == Op.UPDATE or not costs.collective_lane else now
-        else:
-            key = (stage, microbatch)
-            begin = _latest(now, gathered[stage])
-            if op == Op.F and stage:
-                begin = _latest(begin, forward.pop((stage - 1, microbatch)))
-            elif op != Op.F and key not in halved and number not in together:
-                begin = _latest(begin, gradient(stage, microbatch))
-            if op == Op.I:
-                halved.add(key)
-            if number in paired and costs.pair is not None:
-                partner = graph.actions[number + 1]
-                assert partner.microbatch is not None
-                begin = _latest(begin, gathered[partner.stage])
-                begin = _latest(begin, gradient(partner.stage, partner.microbatch))
-                other = _durations(partner, rank, costs, sizes, draws)
-                both = map(add, takes, other)
-                takes = [costs.pair * time for time in both]
-                together[number + 1] = begin, list(map(add, begin, takes))
-            if number in together:
-                begin, end = together.pop(number)
-            else:
-                end = list(map(add, begin, takes))
-            clocks[rank] = _latest(now, end)  # a send of the partner's may last longer
-            if op == Op.F and stage + 1 < len(costs.f):
-                link = costs.down_links[stage] if costs.down_links else None
-                forward[key] = send(end, link, costs.down[stage], amounts[microbatch], rank)
-            elif stage and op in (Op.B, Op.I):
-                link = costs.up_links[stage - 1] if costs.up_links else None
-                backward[key] = send(end, link, costs.up[stage - 1], amounts[microbatch], rank)
-        last = _latest(last, end)
-        first = list(map(min, first, begin))
-    return [end - start for end, start in zip(last, first, strict=True)] if graph.actions else zero
+    """The makespan of each trial of rows that can run, by the rules of `clocks.run_rows`."""
+    durations = [
+        [array("d", _durations(action, rank, costs, sizes, draws)) for action in row]
+        for rank, row in enumerate(rows)
+    ]
+    by_trial = (zip(*row, strict=True) if row else repeat((), draws.trials) for row in durations)
+    makespans = []
+    for times in zip(*by_trial, strict=True):
+        run = run_rows(rows, costs, sizes, times)
+        first = min((row[0] for row in run.starts if row), default=0.0)
+        makespans.append(max((max(row) for row in run.ends if row), default=0.0) - first)
+    return makespans
 
 
 def _durations(
@@ -223,23 +131,3 @@ def _durations(
         return [0.0] * draws.trials
     factors, stalls = draws.factors(action, rank)
     return [usual * factor + stall for factor, stall in zip(factors, stalls, strict=True)]
-
-
-def _one_by_one(
-    rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequence[float], draws: Draws
-) -> Vector:
-    """The makespan of each trial, one after the other."""
-    durations = [
-        [_durations(action, rank, costs, sizes, draws) for action in row]
-        for rank, row in enumerate(rows)
-    ]
-    makespans = []
-    for trial in range(draws.trials):
-        run = run_rows(rows, costs, sizes, [[each[trial] for each in row] for row in durations])
-        last = max((max(row) for row in run.ends if row), default=0.0)
-        makespans.append(last - min((min(row) for row in run.starts if row), default=0.0))
-    return makespans
-
-
-def _latest(one: Vector, other: Vector) -> Vector:
-    return list(map(max, one, other))
