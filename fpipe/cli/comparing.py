@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fpipe import schedules
@@ -52,13 +52,6 @@ def add_compare(commands: Commands[Any]) -> None:
     parser.set_defaults(run=_compare)
 
 
-class Shake(NamedTuple):
-    """How times vary, in how many trials."""
-
-    jitter: Jitter
-    trials: int
-
-
 class Row(NamedTuple):
     """The figures of a schedule in the table."""
 
@@ -77,16 +70,18 @@ class Row(NamedTuple):
 def _compare(options: argparse.Namespace) -> None:
     cost, size = cost_of(options), sources.size_of(options)
     jitter = jitter_of(options)
-    shake = None if jitter is None else Shake(jitter, options.trials)
+
+    def measured(name: str, schedule: Schedule) -> Row:
+        return measure(name, schedule, cost, jitter, options.trials)
+
     rows: list[Row] = []
     refused: list[str] = []
     if options.schedules:
-        rows, refused = _measured(options.schedules, size, cost, options.memory, shake)
+        rows, refused = _measured(options.schedules, size, cost, options.memory, measured)
     else:
         for name in schedules.FAMILIES:
             try:
-                schedule = sources.schedule_of(name, size, cost, options.memory)
-                rows.append(measure(name, schedule, cost, shake))
+                rows.append(measured(name, sources.schedule_of(name, size, cost, options.memory)))
             except ScheduleError as refusal:
                 if size.ranks is None or size.microbatches is None:
                     raise ScheduleError("give --ranks and --microbatches, or a file") from refusal
@@ -127,7 +122,7 @@ def _measured(
     size: sources.Size,
     cost: Cost,
     memory: float | tuple[float, ...] | None,
-    shake: Shake | None,
+    measured: Callable[[str, Schedule], Row],
 ) -> tuple[list[Row], list[str]]:
     """A row for each schedule, and a line on each family that does not fit the cost.
 
@@ -142,7 +137,10 @@ def _measured(
     for name in files:
         schedule = sources.schedule_of(name, expected)
         # Simulate it before a family takes its size, which is only reliable if it can run.
-        rows.append(_measured_one(name, schedule, cost, shake))
+        try:
+            rows.append(measured(name, schedule))
+        except ScheduleError as error:
+            raise ScheduleError(f"{name}: {error}") from error
         shape = schedule.num_ranks, schedule.num_microbatches
         if name != files[0] and shape != size[:2]:
             raise ScheduleError(
@@ -152,8 +150,7 @@ def _measured(
         size = size._replace(ranks=shape[0], microbatches=shape[1])
     for name in families:
         try:
-            schedule = sources.schedule_of(name, size, cost, memory)
-            rows.append(measure(name, schedule, cost, shake))
+            rows.append(measured(name, sources.schedule_of(name, size, cost, memory)))
         except ScheduleError as error:
             sources.schedule_of(name, size)  # raises what is wrong whatever the cost
             if len(names) == 1:
@@ -162,21 +159,14 @@ def _measured(
     return rows, refused
 
 
-def _measured_one(name: str, schedule: Schedule, cost: Cost, shake: Shake | None) -> Row:
-    try:
-        return measure(name, schedule, cost, shake)
-    except ScheduleError as error:
-        raise ScheduleError(f"{name}: {error}") from error
-
-
-def measure(name: str, schedule: Schedule, cost: Cost, shake: Shake | None = None) -> Row:
+def measure(name: str, schedule: Schedule, cost: Cost, jitter: Jitter | None, trials: int) -> Row:
     """Simulate a schedule, with the whole-stage work that the cost has, and measure it.
 
     Raises:
         ScheduleError: it cannot run, or the cost does not fit its placement.
     """
-    arguments = {} if shake is None else shake._asdict()
-    timeline = simulate(with_whole_stage(schedule, cost), cost, **arguments)
+    schedule = with_whole_stage(schedule, cost)
+    timeline = simulate(schedule, cost, jitter=jitter, trials=trials)
     room = timeline.makespan * schedule.num_ranks
     try:
         gap = timeline.gap

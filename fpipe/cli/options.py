@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, Final, NoReturn
 
@@ -78,21 +79,66 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_WHOLE_STAGE: Final = {
-    "unshard": "gathering the parameters before the step",
-    "reduce_grad": "reducing the gradients behind the last of a stage",
-    "update": "the optimizer's step of a rank",
-}
-
-
-_SIZES: Final = {
-    "sizes": "its times are multiplied, and what it keeps and sends",
-    "memory_sizes": "what it keeps and sends is multiplied, where that is not --sizes",
+_FILE: Final = "or what the file says)"
+_SIZE: Final = f"of each microbatch, by which {{}} (default: all 1, {_FILE}"
+_TIME: Final = (
+    f"time of {{}}, per rank; schedules without whole-stage actions get them (default: 0, {_FILE}"
+)
+# Arguments of a cost beside F, I, W and B: how each is read, its placeholder, and its help.
+_ARGUMENTS: Final[dict[str, tuple[Callable[[str], Any], str, str]]] = {
+    "comm": (float, "C", f"latency from rank to rank (default: 0, {_FILE}"),
+    "transfer": (
+        float,
+        "T",
+        "how long the message of a microbatch occupies the link from one rank to another, "
+        f"which carries one at a time (default: 0, {_FILE}",
+    ),
+    "message": (
+        memory,
+        "B[,B...]",
+        "what a stage hands to the next, for all or each, by which --transfer is multiplied: "
+        f"with bytes, --transfer is one over the bandwidth (default: 1, {_FILE}",
+    ),
+    "shared": (
+        bool,
+        "",
+        "both ways between two ranks are one link (half duplex); a file may say of each hop "
+        "which link it takes",
+    ),
+    "blocking": (bool, "", "a send occupies its rank until its transfer has ended"),
+    "pair": (
+        float,
+        "S",
+        "share of the sum of their times that an F and the B of another microbatch behind it "
+        f"take, together (default: they do not run together, {_FILE}",
+    ),
+    "speed": (
+        numbers,
+        "V,V...",
+        f"of each rank, by which its times are divided (default: all alike, {_FILE}",
+    ),
+    "sizes": (
+        numbers,
+        "Z,Z...",
+        _SIZE.format("its times are multiplied, and what it keeps and sends"),
+    ),
+    "memory_sizes": (
+        numbers,
+        "Z,Z...",
+        _SIZE.format("what it keeps and sends is multiplied, where that is not --sizes"),
+    ),
+    "unshard": (float, "T", _TIME.format("gathering the parameters before the step")),
+    "reduce_grad": (
+        float,
+        "T",
+        _TIME.format("reducing the gradients behind the last of a stage"),
+    ),
+    "update": (float, "T", _TIME.format("the optimizer's step of a rank")),
 }
 
 
 def add_cost(parser: argparse.ArgumentParser) -> None:
-    """Add ``--cost``, ``--comm`` and the times of whole-stage work."""
+    """Add ``--cost``, and an option for each of the other arguments of a cost."""
     parser.add_argument(
         "--cost",
         default="1,1,1",
@@ -102,68 +148,12 @@ def add_cost(parser: argparse.ArgumentParser) -> None:
         f"({', '.join(KEYS)}), where a list gives each stage its own, and sizes are those of "
         "the microbatches (default: 1,1,1)",
     )
-    parser.add_argument(
-        "--comm",
-        type=float,
-        metavar="C",
-        help="latency from rank to rank (default: 0, or what the file says)",
-    )
-    parser.add_argument(
-        "--transfer",
-        type=float,
-        metavar="T",
-        help="how long the message of a microbatch occupies the link from one rank to another, "
-        "which carries one at a time (default: 0, or what the file says)",
-    )
-    parser.add_argument(
-        "--message",
-        type=memory,
-        metavar="B[,B...]",
-        help="what a stage hands to the next, for all or each, by which --transfer is multiplied: "
-        "with bytes, --transfer is one over the bandwidth (default: 1, or what the file says)",
-    )
-    parser.add_argument(
-        "--shared",
-        action="store_const",
-        const=True,
-        help="both ways between two ranks are one link (half duplex); a file may say of each hop "
-        "which link it takes",
-    )
-    parser.add_argument(
-        "--blocking",
-        action="store_const",
-        const=True,
-        help="a send occupies its rank until its transfer has ended",
-    )
-    parser.add_argument(
-        "--pair",
-        type=float,
-        metavar="S",
-        help="share of the sum of their times that an F and the B of another microbatch behind it "
-        "take, together (default: they do not run together, or what the file says)",
-    )
-    parser.add_argument(
-        "--speed",
-        type=numbers,
-        metavar="V,V...",
-        help="of each rank, by which its times are divided (default: all alike, or what the file "
-        "says)",
-    )
-    for name, what in _SIZES.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=numbers,
-            metavar="Z,Z...",
-            help=f"of each microbatch, by which {what} (default: all 1, or what the file says)",
-        )
-    for name, what in _WHOLE_STAGE.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=float,
-            metavar="T",
-            help=f"time of {what}, per rank; schedules without whole-stage actions get them "
-            "(default: 0, or what the file says)",
-        )
+    for name, (read, metavar, text) in _ARGUMENTS.items():
+        option = f"--{name.replace('_', '-')}"
+        if read is bool:
+            parser.add_argument(option, action="store_const", const=True, help=text)
+        else:
+            parser.add_argument(option, type=read, metavar=metavar, help=text)
     parser.add_argument(
         "--no-collective-lane",
         dest="collective_lane",
@@ -171,13 +161,6 @@ def add_cost(parser: argparse.ArgumentParser) -> None:
         const=False,
         help="gathers and reductions occupy their rank (default: they run beside it)",
     )
-
-
-_GIVEN: Final = (
-    *("comm", "transfer", "message", "shared", "blocking", "pair", "speed", "collective_lane"),
-    *_SIZES,
-    *_WHOLE_STAGE,
-)
 
 
 def add_jitter(parser: argparse.ArgumentParser) -> None:
@@ -217,7 +200,7 @@ def cost_of(options: argparse.Namespace) -> Cost:
     """
     text = str(options.cost)
     cost = Cost.from_json(text) if text.endswith(".json") else Cost(**_cost_numbers(text))
-    values = {name: getattr(options, name) for name in _GIVEN}
+    values = {name: getattr(options, name) for name in (*_ARGUMENTS, "collective_lane")}
     return replace(cost, **{name: value for name, value in values.items() if value is not None})
 
 
