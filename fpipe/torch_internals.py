@@ -32,8 +32,8 @@ from torch.fx.experimental.proxy_tensor import (
     TorchFunctionMetadataMode,
     disable_autocast_cache,
     disable_proxy_modes_tracing,
+    fetch_sym_proxy,
     get_proxy_mode,
-    make_fx,
     track_tensor_tree,
 )
 from torch.fx.experimental.proxy_tensor import _ProxyTensor as ProxyTensor
@@ -59,6 +59,7 @@ __all__ = [
     "disable_proxy_modes_tracing",
     "dtensor_on_the_cpu",
     "enable_single_level_autograd_function",
+    "fetch_sym_proxy",
     "from_fun",
     "functionalized",
     "functorch",
@@ -70,7 +71,6 @@ __all__ = [
     "is_composite",
     "is_transformed",
     "is_within_vmap",
-    "make_fx",
     "make_shape_env",
     "node_of",
     "nodes_after",

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from fpipe.graph.node_writer import write_graph
 from fpipe.graph.nodes import marks_of, values_of
 from fpipe.graph.rewrites import copy_of
 from fpipe.inputs.signature import LeafShape
@@ -49,7 +49,7 @@ class Inliner:
     def call(self, before: fx.Node, function: Callable[[Tensor], Tensor], node: fx.Node) -> fx.Node:
         """A node in front of another that has what a function returns of a value."""
         with self._mode:
-            operations = make_fx(function, tracing_mode="fake")(node.meta["val"]).graph
+            operations = write_graph(function, [node.meta["val"]]).graph
         copies: dict[fx.Node, fx.Node] = {}
         with before.graph.inserting_before(before):
             for operation in operations.nodes:
@@ -72,7 +72,7 @@ class Inliner:
 
         values = [used.meta["val"] for used in (*before, *read)]
         with self._mode:
-            return make_fx(on_tensors, tracing_mode="fake")(*values).graph
+            return write_graph(on_tensors, values).graph
 
 
 def with_draws_written_out(graph: fx.Graph) -> fx.Graph:

@@ -24,6 +24,7 @@ from fpipe.checks.explain import SPARSE, Untraceable, explain
 from fpipe.checks.purity import WriteGuard, name_in_closure, refuse_mapped, undrawn, unseeded
 from fpipe.errors import FpipeError, StageError
 from fpipe.graph.joint import Source
+from fpipe.graph.node_writer import NodeWriter, write_graph
 from fpipe.inputs.ambient import without_autocast
 from fpipe.torch_internals import (
     FakeTensorMode,
@@ -38,7 +39,6 @@ from fpipe.trace.data_dependence import Known, without_data_checks
 from fpipe.trace.functional import Checked, Functional
 from fpipe.trace.isolation import is_compiling, tracing
 from fpipe.trace.labels import Labels
-from fpipe.trace.node_writer import NodeWriter, write_graph
 from fpipe.trace.overrides.checkpointed import Marks
 
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fpipe.graph.node_writer import write_graph
 from fpipe.graph.nodes import value_of
 from fpipe.pieces.backends import Compile, patches_of, without_own, without_regions
 from fpipe.pieces.inductor import inner_artefacts
-from fpipe.torch_internals import is_transformed, make_fx, make_shape_env, row_of_any_size
+from fpipe.torch_internals import is_transformed, make_shape_env, row_of_any_size
 from fpipe.training.recorded_step import Update
 from fpipe.training.scalars import WithTensors
 
@@ -90,7 +91,7 @@ class Kernels:
         with torch.no_grad(), FakeTensorMode():
             rows = [torch.empty(8, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
             values = [torch.empty((), dtype=torch.float64) for _ in range(count)]
-            graph = make_fx(WithTensors(tensors).run, tracing_mode="fake")(*rows, *values)
+            graph = write_graph(WithTensors(tensors).run, [*rows, *values])
         # One compiled for eight elements serves any number of them if it names no size.
         if any(_names_size(node) for node in graph.graph.nodes):
             return None

@@ -19,18 +19,18 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from fpipe.errors import FpipeError, error_text, label_of
+from fpipe.graph.node_writer import write_graph
 from fpipe.graph.nodes import value_of
 from fpipe.inputs.signature import LeafShape
 from fpipe.torch_internals import (
     FakeTensorMode,
-    FunctionalTensorMode,
     from_fun,
     innermost_value,
     is_transformed,
-    make_fx,
     temporarily_clear_interpreter_stack,
     to_fun,
 )
+from fpipe.trace.functional import Functional
 from fpipe.training.scalars import Guard, Symbols
 
 COUNT: Final = "count"
@@ -170,7 +170,7 @@ def record_update(
 
     def without_writes(*inputs: Any) -> list[Tensor]:
         chosen = dict(zip(values, inputs[len(kinds) :], strict=True))
-        with FunctionalTensorMode():
+        with Functional(lambda _: "a tensor"):
             param, grad, *leaves = (to_fun(value) for value in inputs[: len(kinds)])
             outputs = step(param.clone(), grad, [leaf.clone() for leaf in leaves], chosen)
             for output in outputs:
@@ -179,11 +179,14 @@ def record_update(
 
     try:
         # Whoever calls may be within transforms, of which the recording knows nothing.
-        with torch.no_grad(), temporarily_clear_interpreter_stack():
-            with FakeTensorMode(shape_env=symbols.env):
-                likes = [kind.empty() for kind in kinds]
+        with (
+            torch.no_grad(),
+            temporarily_clear_interpreter_stack(),
+            FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbols.env),
+        ):
+            likes = [kind.empty() for kind in kinds]
             numbers = [symbols.new(name, value) for name, value in values.items()]
-            graph = make_fx(without_writes, tracing_mode="fake")(*likes, *numbers)
+            graph = write_graph(without_writes, [*likes, *numbers])
         guards = symbols.guards()
     except Exception as error:
         raise FpipeError(

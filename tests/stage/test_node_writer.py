@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, make_fx
 
+from fpipe.graph.node_writer import NodeWriter, write_graph
 from fpipe.torch_internals import get_proxy_mode, make_shape_env, row_of_any_size
-from fpipe.trace.node_writer import NodeWriter, write_graph
 
 aten = torch.ops.aten
 CLOSED_OVER = torch.arange(4.0)
@@ -107,21 +107,24 @@ def fakes(mode: FakeTensorMode) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_nodes_are_those_of_make_fx(function: Callable[..., Any]) -> None:
+    def called(*values: Tensor) -> Any:
+        return tuple(function(*values))
+
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        expected = make_fx(lambda *values: tuple(function(*values)))(*fakes(mode))
-        written = write_graph(function, fakes(mode))
+        expected = make_fx(called)(*fakes(mode))
+        written = write_graph(called, fakes(mode))
     assert described(written.graph) == described(expected.graph)
     written.graph.lint()
 
 
 def test_symbolic_sizes_are_those_of_make_fx() -> None:
-    def grown(row: Tensor) -> list[list[Tensor]]:
-        return [[torch.cat([row, row]), aten.ones.default([row.shape[0] * 2])]]
+    def grown(row: Tensor) -> tuple[list[Tensor]]:
+        return ([torch.cat([row, row]), aten.ones.default([row.shape[0] * 2])],)
 
     mode = FakeTensorMode(shape_env=make_shape_env())
     row = row_of_any_size(mode, torch.ones(8))
     with mode:
-        expected = make_fx(lambda *values: tuple(grown(*values)))(row)
+        expected = make_fx(lambda *values: grown(*values))(row)
         written = write_graph(grown, [row])
     assert described(written.graph)[-1] == described(expected.graph)[-1]
     assert [node.target for node in written.graph.nodes] == [

@@ -5,7 +5,7 @@
                       └──► torch's own mode: constants, symbolic sizes, what is decomposed
 
 The nodes are those of `make_fx`, which handles every case and took half of the time of a recording.
-Most operations take abstract tensors and plain numbers alone: this writes them at once. Nor does a
+Most operations take abstract tensors and numbers alone: this writes them at once. Nor does a
 function of flat tensors need a signature, or patched classes of modules.
 """
 
@@ -26,6 +26,7 @@ from fpipe.torch_internals import (
     ProxyTorchDispatchMode,
     PythonKeyTracer,
     disable_autocast_cache,
+    fetch_sym_proxy,
     fx_traceback,
     fx_tracing,
     is_composite,
@@ -45,15 +46,14 @@ _SHORT_NAMES: Final[dict[Any, str]] = {}
 """By operation; see `_short_name`."""
 
 
-def write_graph(
-    function: Callable[..., Sequence[Sequence[Tensor]]], values: Sequence[Tensor]
-) -> fx.GraphModule:
+def write_graph(function: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
     """Record a function of abstract tensors.
 
     Args:
         function: runs operations that write to nothing, as functionalization leaves them, and
-            returns lists of tensors.
-        values: its arguments, in the fake-tensor mode that is at work.
+            returns a tensor, or lists and tuples of tensors.
+        values: its arguments, in the fake-tensor mode that is at work. Some may be symbolic
+            numbers.
 
     Returns:
         The graph, with a placeholder for each argument; what the function closes over are its
@@ -66,8 +66,11 @@ def write_graph(
         for number, value in enumerate(values):
             writer.placeholder(f"arg{number}_1", value)
         results = function(*values)
-    entries = tracer.tensor_tracker
-    proxies = tuple([entries[v].proxy if v in entries else v for v in row] for row in results)
+    entries: Mapping[Any, ProxyTensor] = tracer.tensor_tracker
+    proxies = fx.node.map_aggregate(
+        results,
+        lambda value: entries[value].proxy if value in entries else value,  # type: ignore[arg-type,return-value]
+    )
     tracer.create_node("output", "output", (tracer.create_arg(proxies),), {})
     return LazyGraphModule(tracer.root, tracer.graph)
 
@@ -116,8 +119,8 @@ class NodeWriter(ProxyTorchDispatchMode):
             )
         return result
 
-    def placeholder(self, name: str, value: Tensor) -> fx.Node:
-        """Let an abstract tensor be an argument of the graph.
+    def placeholder(self, name: str, value: Any) -> fx.Node:
+        """Let an abstract tensor or a symbolic number be an argument of the graph.
 
         The node stands where the recording is. `fx` wants placeholders first: the caller moves it.
         """
@@ -125,10 +128,10 @@ class NodeWriter(ProxyTorchDispatchMode):
         self._track(node, value)
         return node
 
-    def _track(self, node: fx.Node, value: Tensor) -> None:
+    def _track(self, node: fx.Node, value: Any) -> None:
         """Let a node stand for a value."""
         proxy = fx.Proxy(node, self.tracer)
-        if value._has_symbolic_sizes_strides:
+        if not isinstance(value, Tensor) or value._has_symbolic_sizes_strides:
             track_tensor_tree(value, proxy, constant=None, tracer=self.tracer)
         else:
             # Nothing beneath functionalization writes to it, so the node keeps it, and no copy.
@@ -145,6 +148,9 @@ class NodeWriter(ProxyTorchDispatchMode):
             if entry is None or entry.constant is not None:
                 raise _Unwritten
             return entry.proxy.node
+        if kind is torch.SymFloat:
+            proxy = fetch_sym_proxy(self.tracer)(value)
+            return proxy.node if isinstance(proxy, fx.Proxy) else proxy
         if kind is list or kind is tuple:
             return kind(map(self._written, value))
         raise _Unwritten
