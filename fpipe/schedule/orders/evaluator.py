@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT
@@ -154,14 +154,14 @@ class Evaluator:
                 durations[action] *= self.rates[action]
         return durations
 
-    def changes(self, fused: AbstractSet[int]) -> list[float]:
-        """The change of the memory by each action, where those of `fused` are B."""
+    def with_fused(self, fused: AbstractSet[int]) -> Evaluator:
+        """The tables in which a gradient of `fused` costs what B does."""
         if not fused:
-            return self.change
-        changes, count = self.change.copy(), self.problem.microbatches
+            return self
+        change, count = self.change.copy(), self.problem.microbatches
         for action in fused:
-            changes[action] += changes[action + count]
-        return changes
+            change[action] += change[action + count]
+        return replace(self, duration=self.durations(fused), change=change)
 
     def fits(self, rank: int, row: list[int], fused: AbstractSet[int]) -> bool:
         """Whether a row keeps to its rank's memory."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random
-from typing import Final, NamedTuple
+from typing import Final
 
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT
 from fpipe.schedule.orders.evaluator import Evaluator, Tables
@@ -68,7 +69,7 @@ def anneal(evaluator: Tables, order: Order, random: Random, moves: int, heat: fl
     """
     problem = evaluator.problem
     value, ends = evaluator.times(order.rows, order.fused)
-    best = current = Order(value, order.rows, order.fused)
+    best = current = replace(order, value=value)
     path = evaluator.critical(current, ends)
     warmth = heat * problem.mean_time
     cooling = _COLD ** (1 / moves)
@@ -82,7 +83,7 @@ def anneal(evaluator: Tables, order: Order, random: Random, moves: int, heat: fl
             limit = math.inf if problem.objective == "span" else allowed
             value, ends = evaluator.times(move.rows, move.fused, limit)
             if value <= allowed:
-                current = Order(value, move.rows, move.fused)
+                current = replace(move, value=value)
                 path = evaluator.critical(current, ends)
                 if value < best.value * (1 - 1e-12):
                     best = current
@@ -97,15 +98,8 @@ _EXCHANGED: Final = 0.1  # of moves, where microbatches differ in size
 _FUSED: Final = 0.2  # of moves of backwards, where a B is not what its halves are
 
 
-class Move(NamedTuple):
-    """The rows and the fused gradients of a changed order."""
-
-    rows: list[list[int]]
-    fused: frozenset[int]
-
-
-def moved(evaluator: Tables, order: Order, action: int, random: Random) -> Move | None:
-    """Move `action` in its row; None where that is not allowed.
+def moved(evaluator: Tables, order: Order, action: int, random: Random) -> Order | None:
+    """Move `action` in its row, for an order of no value yet; None where that is not allowed.
 
     The action moves some places to the left or right in its row, never past one that it depends on.
     Where memory forbids that, others move along: weight gradients that make room for a forward, or
@@ -145,13 +139,13 @@ def moved(evaluator: Tables, order: Order, action: int, random: Random) -> Move 
     return _with_row(order, rank, changed, fused)
 
 
-def _with_row(order: Order, rank: int, row: list[int], fused: frozenset[int]) -> Move:
+def _with_row(order: Order, rank: int, row: list[int], fused: frozenset[int]) -> Order:
     rows = order.rows.copy()
     rows[rank] = row
-    return Move(rows, fused)
+    return Order(math.inf, rows, fused)
 
 
-def _with_room(evaluator: Tables, order: Order, rank: int, row: list[int], at: int) -> Move | None:
+def _with_room(evaluator: Tables, order: Order, rank: int, row: list[int], at: int) -> Order | None:
     """Move weight gradients that can make room for the forward at `at` before it."""
     count = evaluator.problem.microbatches
     done = set(row[:at])
@@ -167,7 +161,7 @@ def _with_room(evaluator: Tables, order: Order, rank: int, row: list[int], at: i
 
 def _with_less(
     evaluator: Tables, order: Order, rank: int, row: list[int], at: int, passed: Sequence[int]
-) -> Move | None:
+) -> Order | None:
     """Move forwards that the backward at `at` has passed behind it again."""
     count = evaluator.problem.microbatches
     forwards = [action for action in passed if action // count % 3 == FORWARD]
@@ -180,14 +174,14 @@ def _with_less(
     return None
 
 
-def _exchanged(evaluator: Tables, order: Order, microbatch: int, random: Random) -> Move | None:
+def _exchanged(evaluator: Tables, order: Order, microbatch: int, random: Random) -> Order | None:
     """Exchange a microbatch with one of another size."""
     problem = evaluator.problem
     other = random.randrange(problem.microbatches)
     if all(row[other] == row[microbatch] for row in (problem.sizes, problem.amounts)):
         return None
     changed = rename_microbatches(problem, order, {microbatch: other, other: microbatch})
-    return Move(changed.rows, changed.fused) if evaluator.fits_all(changed) else None
+    return changed if evaluator.fits_all(changed) else None
 
 
 def _fused_or_split(

@@ -10,7 +10,6 @@ long as it helps.
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from typing import Final
 
 from fpipe.schedule.bounds.states import GRADIENT, WEIGHT
@@ -30,10 +29,7 @@ def tighten(evaluator: Evaluator, order: Order) -> Phase:
     best, fused, problem = order.value, order.fused, evaluator.problem
     if problem.costs.entangled:
         return  # it moves one action at a time, and knows nothing of what that does to others
-    # Tables in which a fused gradient costs what B does.
-    tables = replace(
-        evaluator, duration=evaluator.durations(fused), change=evaluator.changes(fused)
-    )
+    tables = evaluator.with_fused(fused)
     for share in _SHARES:
         rows, fruitless = order.rows, 0
         while fruitless < _PATIENCE:

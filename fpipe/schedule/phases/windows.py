@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
@@ -38,10 +37,7 @@ def reorder_windows(evaluator: Evaluator, order: Order) -> Phase:
     fused, problem = order.fused, evaluator.problem
     if problem.objective != "makespan" or problem.costs.entangled:
         return
-    # Tables in which a fused gradient costs what B does.
-    tables = replace(
-        evaluator, duration=evaluator.durations(fused), change=evaluator.changes(fused)
-    )
+    tables = evaluator.with_fused(fused)
     plan, fruitless = Plan(tables, order.rows), 0
     best = plan.value
     while fruitless < _PATIENCE and not problem.solved(best):

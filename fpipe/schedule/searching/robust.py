@@ -155,10 +155,8 @@ def steadiest(
     return min(few, key=lambda each: mean_of(each.problem, schedule_of(each), jitter, _FEW))
 
 
-def mean_of(
-    problem: Problem, schedule: Schedule, jitter: Jitter, trials: int, seed: int = 0
-) -> float:
+def mean_of(problem: Problem, schedule: Schedule, jitter: Jitter, trials: int) -> float:
     """The mean makespan of a schedule."""
-    draws = Draws(jitter, trials, seed)
+    draws = Draws(jitter, trials, seed=0)
     values = trial_makespans(schedule.actions, problem.costs, problem.sizes, draws)
     return math.fsum(values) / trials
