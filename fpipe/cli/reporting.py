@@ -77,10 +77,7 @@ def _simulate(options: argparse.Namespace) -> None:
 def _report(timeline: Timeline, width: int, *, bounded: bool = True) -> str:
     """The timeline to scale, its figures, and what the step waited for.
 
-    Args:
-        timeline: of a schedule.
-        width: in characters.
-        bounded: tell the bound of its placement and peaks, and how far it is above.
+    Unless it is bounded, it does not tell the bound of its placement and peaks.
     """
     width = max(width, 60)
     facts = [

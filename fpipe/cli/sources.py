@@ -108,11 +108,7 @@ def schedule_of(
 ) -> Schedule:
     """The schedule of a family or a file.
 
-    Args:
-        source: the name of the family, or the file.
-        size: for a family; a file must agree with it.
-        cost: for `zb_auto`.
-        memory: for `zb_auto`.
+    A file must agree with the size. Cost and memory are for `zb_auto`.
 
     Raises:
         ScheduleError: the family is unknown, lacks a size or refuses it, or the file is malformed

@@ -97,14 +97,8 @@ def is_several(value: object) -> TypeGuard[Iterable[Any]]:
 
 
 def check_ordered(name: str, values: object, of: str, otherwise: str) -> None:
-    """Raise a `ScheduleError` if `values` is a mapping or a set, which has no useful order.
-
-    Args:
-        name: of the argument, for the error.
-        values: one for each `of`.
-        of: ``"stage"``, ``"rank"`` or ``"microbatch"``.
-        otherwise: the alternative to a sequence, for the error.
-    """
+    """Raise a `ScheduleError` if `values`, one for each `of`, are a mapping or a set: these have no
+    order."""
     if isinstance(values, Mapping | Set):
         raise ScheduleError(
             f"{name}={values!r:.60} is {a_type(values)}, which has no order: "

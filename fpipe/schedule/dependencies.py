@@ -101,13 +101,8 @@ def earliest_starts(
 ) -> list[list[float]] | None:
     """Per rank, the start of each action, once its rank is free and its inputs are there.
 
-    Args:
-        rows: the actions of each rank.
-        num_stages: number of stages.
-        lengths: the time of each op, in any unit; 0 for an op that is missing. Sending takes none.
-
-    Returns:
-        The starts in the order of the rows; None if some action can never start.
+    Sending takes no time, and neither does an op without a length. The starts are in the order of
+    the rows; None if some action can never start.
 
     Example:
         >>> rows = [[Action.parse("0F0"), Action.parse("0B0")], [Action.parse("1F0")]]

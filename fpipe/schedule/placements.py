@@ -58,11 +58,7 @@ def waves(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 def named_placement(name: str, ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
     """The placement called ``"linear"``, ``"looped"``, ``"v"`` or ``"wave"``.
 
-    Args:
-        name: of the placement.
-        ranks: number of ranks.
-        stages_per_rank: number of stages on each rank; None for 1 (linear), 2 (looped and V) or 4
-            (wave).
+    By default it has 1 (linear), 2 (looped and V) or 4 (wave) stages per rank.
 
     Raises:
         ScheduleError: the name is unknown, or it has another number of stages per rank.

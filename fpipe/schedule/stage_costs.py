@@ -117,12 +117,6 @@ def placed_values(
 ) -> dict[str, tuple[float, ...]]:
     """A value for each stage of each of these arguments of a cost.
 
-    Args:
-        values: of the arguments, by name.
-        placement: the rank of each stage.
-        ranks: number of ranks.
-        speed: of each rank; None where all are alike.
-
     Raises:
         ScheduleError: a sequence has not one value per stage, or there are too few speeds.
 
@@ -173,11 +167,8 @@ def recomputed(
 ) -> dict[str, Any]:
     """The arguments of a cost with these choices, a value for each stage.
 
-    Args:
-        costs: where no stage computes again.
-        choices: ``"full"`` for each stage that does, ``"none"`` for the others.
-        more: by how much longer the backward of each stage is then.
-        keeps: what F of each stage keeps then.
+    The costs are those where no stage computes again. Then, the backward of each stage takes so
+    much `more`, and its F keeps what `keeps` says.
 
     Raises:
         ScheduleError: a stage would keep more than where it does not compute again.

@@ -318,10 +318,6 @@ def _circle(graph: Dependencies, waits: Sequence[tuple[int, int]]) -> str:
 def owed_by_stage(requires: Requires | None, stages: int) -> Owed:
     """`requires` as one set of ops per stage.
 
-    Args:
-        requires: as `fpipe.verify` takes it.
-        stages: how many there are.
-
     Raises:
         ScheduleError: `requires` is not a sequence with one entry per stage, an entry is not F
             with or without I and W, or a stage owes a gradient that no stage after it passes back.

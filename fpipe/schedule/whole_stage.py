@@ -29,12 +29,6 @@ def updated_rows(
 ) -> list[list[Action]]:
     """Rows with `UPDATE` put in; those that they had are left out.
 
-    Args:
-        placement: the rank of each stage.
-        rows: the actions of each rank.
-        microbatches: how many there are.
-        cost: as for `Schedule.updated`.
-
     Raises:
         ScheduleError: the rows cannot run, or the cost does not fit them.
     """
@@ -60,12 +54,7 @@ def _with_updates(
 ) -> list[Action]:
     """One row with its updates.
 
-    Args:
-        row: the actions of a rank.
-        starts: when each of them starts.
-        ends: when each of them ends.
-        update: the time of each stage's update.
-        beside: the ops that do not occupy the rank.
+    Ops `beside` do not occupy the rank.
     """
     ready: dict[int, tuple[int, float]] = {}  # stage -> place and time of its last gradient
     for place, (action, end) in enumerate(zip(row, ends, strict=True)):
@@ -102,11 +91,8 @@ def first_gaps(
 ) -> list[Gap]:
     """The first idle time that is long enough for each update; the end of the row where none is.
 
-    Args:
-        starts: when each action of a row starts; ``-inf`` for one that does not occupy the rank.
-        ends: when each of them ends, ``-inf`` likewise.
-        ready: per stage, the place behind its last gradient, and when that is reduced.
-        update: the time of each stage's update.
+    An action that does not occupy the rank starts and ends at ``-inf``. Per stage, `ready` has the
+    place behind its last gradient, and when that is reduced.
 
     Example:
         >>> first_gaps([0, 4], [1, 5], {0: (1, 1), 1: (2, 5)}, [2, 2])
@@ -133,10 +119,7 @@ def sharded_rows(
 ) -> list[list[Action]]:
     """Rows with `UNSHARD`, `RESHARD` and `REDUCE_GRAD` put in, and no other whole-stage actions.
 
-    Args:
-        rows: the actions of each rank.
-        gather: as for `Schedule.sharded`.
-        reduce: as for `Schedule.sharded`.
+    The arguments are those of `Schedule.sharded`.
 
     Raises:
         ScheduleError: one of them is neither ``"step"`` nor a number of at least 1.
@@ -277,12 +260,6 @@ def whole_stage_rows(
     `UNSHARD`, `RESHARD` and `REDUCE_GRAD` where gathers or reductions take any time, as
     `Schedule.sharded` puts them; `UPDATE` where the optimizer's step does, as `Schedule.updated`
     puts it.
-
-    Args:
-        placement: the rank of each stage.
-        rows: the actions of each rank, which have to be able to run.
-        microbatches: how many there are.
-        cost: with `unshard`, `reduce_grad` or `update`, or with none of them.
     """
     if cost.shards:
         rows = sharded_rows(rows, STEP, STEP)

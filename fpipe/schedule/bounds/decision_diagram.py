@@ -39,14 +39,8 @@ def scarce_bound(
     the other, as far as the effort goes; the effort that is left goes into merging less. A span is
     that of one rank, whatever the others do.
 
-    Args:
-        costs: of each stage.
-        placement: the rank of each stage.
-        microbatches: number of microbatches.
-        memory: the limit of each rank.
-        span: bound the longest span instead of the makespan.
-        likely: the rank that limits the others most, by other bounds.
-        effort: about how many states to visit.
+    The `likely` rank limits the others most, by other bounds. The effort is about how many states
+    to visit.
     """
     ranks, spent = sorted({*placement}), 0  # those that have a stage
     beside = {rank: {ranks[at - 1], ranks[at + 1 - len(ranks)]} for at, rank in enumerate(ranks)}
@@ -110,11 +104,7 @@ def walk(pipe: Subpipeline, microbatches: int, width: int, budget: int) -> Diagr
     into one that is as early as either in every respect, which can do whatever they can: a relaxed
     decision diagram (Andersen, Hadzic, Hooker and Tiedemann, CP 2007).
 
-    Args:
-        pipe: the subpipeline.
-        microbatches: number of microbatches.
-        width: the most states to keep of equal counts.
-        budget: give up once more states than this are likely to be visited.
+    It gives up once more states than `budget` are likely to be visited.
     """
     counts, state = initial_state(pipe)
     sums, ranks = prefix_sums((1.0,) * microbatches), len(pipe.memory)

@@ -210,11 +210,8 @@ def message_bound(
 
     A link carries one message at a time: before its first one, all of them, after its last.
 
-    Args:
-        costs: of the smallest microbatch.
-        stages_of: the stages of each rank.
-        work: how many of that size take as long as all there are.
-        messages: how many of them send as much.
+    The costs are of the smallest microbatch. As many of that size as `work` take as long, and as
+    many as `messages` send as much, as all there are.
 
     Example:
         >>> from fpipe import Cost
@@ -266,12 +263,7 @@ def with_whole_stage_work(
     stage, that stage is reduced and updated. The same holds for each rank and its stages, whose
     updates are work of the rank, and so are gathers and reductions without a lane.
 
-    Args:
-        bound: on all but whole-stage work.
-        costs: of microbatches that are alike.
-        stages_of: the stages of each rank.
-        microbatches: how many there are.
-        span: whether the bound is on a span, where the wait for the first input does not count.
+    In a span, the wait for the first input does not count.
 
     Example:
         >>> from fpipe import Cost

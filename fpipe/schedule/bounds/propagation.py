@@ -40,14 +40,8 @@ def refuted_bound(
 ) -> float:
     """A makespan that no schedule falls below, at least `best`.
 
-    Args:
-        costs: of each stage, for a microbatch of size 1.
-        placement: the rank of each stage.
-        memory: the limit of each rank.
-        sizes: of the microbatches, which multiply their times.
-        amounts: which multiply what they keep.
-        best: a bound that is known.
-        effort: about how much to do, in visits to states (see `lower_bound`).
+    The costs are of a microbatch of size 1. Its times are multiplied by `sizes`, and what it keeps
+    by `amounts`. The effort is in visits to states (see `lower_bound`).
     """
     actions = 3 * len(placement) * len(sizes)
     # A look at every pair of actions of a rank is the least that is of use.

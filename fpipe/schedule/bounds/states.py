@@ -87,11 +87,8 @@ def possible_steps(
     Forwards that would lead into a dead end are left out. Every stage takes the microbatches in
     their order.
 
-    Args:
-        pipe: the subpipeline.
-        counts: of the actions that are done.
-        sums: of the sizes of the microbatches (see `prefix_sums`).
-        amounts: the same of what they keep.
+    The `sums` are of the sizes of the microbatches (see `prefix_sums`), and `amounts` of what they
+    keep.
     """
     f_done, i_done, w_done = counts
     ranks, last, rank_of = len(pipe.memory), len(f_done) - 1, pipe.rank_of
@@ -178,12 +175,8 @@ def needed_later(
     of every stage, and so do all younger ones of the stages that they have been through, because no
     gradient comes back before. Older microbatches free all of their memory in time.
 
-    Args:
-        stages: the stages of the rank, in order.
-        kept: per stage, what F keeps.
-        f_done: per stage, how many F are done.
-        at: the stage of the forward.
-        sums: of what the microbatches keep, as shares of `kept`.
+    The forward is that of the stage `at`; `sums` are of what the microbatches keep, as shares of
+    `kept`.
     """
     oldest = min(f_done[stages[-1]] + (at == stages[-1]), len(sums) - 2)
     since = sums[oldest]
@@ -197,11 +190,6 @@ def successors(ranks: int, state: State, steps: list[Step]) -> Iterator[tuple[in
 
     Actions are taken in the order of their starts. A backward that delays nothing and would be over
     before another action starts goes first, so nothing is lost.
-
-    Args:
-        ranks: number of ranks of the subpipeline.
-        state: the state to go on from.
-        steps: the possible steps of its counts.
     """
     clocks = state[1 : ranks + 1]
     choices = []

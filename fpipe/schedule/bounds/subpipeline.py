@@ -65,12 +65,7 @@ def cut_subpipeline(
     On the ranks that are left out, every backward hands its gradient on after the lesser of I and
     B, so that the subpipeline never takes longer than the pipeline.
 
-    Args:
-        costs: of all stages.
-        placement: the rank of each stage.
-        memory: the limit of each rank.
-        ranks: the ranks to keep.
-        kinds: of backwards to take, (1,) for I and W, (3,) for B; None for all that are of use.
+    The `kinds` of backwards are (1,) for I and W, (3,) for B, and None for all that are of use.
     """
     stages = tuple(stage for stage, rank in enumerate(placement) if rank in ranks)
     starts, returns = costs.earliest

@@ -26,14 +26,7 @@ def format_csv(
     schedule in which each rank and each stage has work. UPDATE is left out, for torch has no such
     op.
 
-    Args:
-        placement: the rank of each stage.
-        actions: the actions of each rank.
-        overlap: write an F and the B of another stage that comes next as one cell, such as
-            ``(0F5;3B2)OVERLAP_F_B``.
-
-    Returns:
-        The text of the file, whose lines end in ``"\r\n"`` as those of Python's `csv` do.
+    The arguments are those of `Schedule`, and `overlap` that of `Schedule.to_csv`.
 
     Raises:
         ScheduleError: a rank has no action, or the rows imply another placement.
@@ -89,13 +82,7 @@ def parse_csv(text: str, *, name: str = "custom", source: str = "csv") -> Plain:
     order: fpipe overlaps independent actions anyway. SEND_* and RECV_* are left out, because fpipe
     inserts them when it lowers a schedule.
 
-    Args:
-        text: the text of the file.
-        name: the name of the schedule.
-        source: what the text is called in errors, such as its path.
-
-    Returns:
-        The parts of the schedule; its placement is what the rows imply.
+    The placement is what the rows imply. Errors call the text `source`.
 
     Raises:
         ScheduleError: a cell is not an action, a row is empty, or the rows imply no placement. The

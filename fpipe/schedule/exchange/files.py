@@ -122,9 +122,7 @@ def implied_placement(
 ) -> tuple[int, ...]:
     """The placement that the rows imply: the rank of a stage is the one that runs it.
 
-    Args:
-        rows: the actions of each rank.
-        where: names a place in the file, by rank and column, for the error.
+    The error names places in the file by `where`, of rank and column.
 
     Raises:
         ScheduleError: two ranks run the same stage, or no rank runs a stage below the greatest.

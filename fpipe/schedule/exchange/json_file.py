@@ -43,9 +43,7 @@ def format_json(placement: Sequence[int], actions: Sequence[Sequence[Action]], n
 def parse_json(text: str, *, source: str = "json") -> Plain:
     """Read what `format_json` writes.
 
-    Args:
-        text: the text of the file.
-        source: what the text is called in errors, such as its path.
+    Errors call the text `source`.
 
     Raises:
         ScheduleError: the text is not JSON (with line and column), is of another format or version,
@@ -144,9 +142,7 @@ def format_cost(values: Mapping[str, Any]) -> str:
 def parse_cost(text: str, *, source: str = "json") -> dict[str, Any]:
     """Read an object that `format_cost` or a person wrote: f, i and w, and any of the others.
 
-    Args:
-        text: the text of the file.
-        source: what the text is called in errors, such as its path.
+    Errors call the text `source`.
 
     Raises:
         ScheduleError: the text is not JSON (with line and column), or not such an object.

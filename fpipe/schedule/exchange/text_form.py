@@ -44,9 +44,7 @@ def parse_text(text: str, *, source: str = "text") -> Plain:
     rows imply a placement. So is ``rank N:``, because the rows are in order. Blank lines are
     skipped, and so is the text after a ``#``; a name with a ``#`` is in quotes, as in JSON.
 
-    Args:
-        text: the lines.
-        source: what the text is called in errors, such as its path.
+    Errors call the text `source`.
 
     Raises:
         ScheduleError: a word is not an action, a line is out of order or a second of its kind, or

@@ -102,13 +102,8 @@ def repeat_block(
     follows `PERIOD` slots later; W's take the slots that are left. Only the order is kept: an
     action that can start earlier, as in the fill, does.
 
-    Args:
-        ranks: p, 1 or more.
-        microbatches: m, 1 or more.
-        hops: slots from one rank to the next, on each of the four passes.
-        turns: slots lost where a pass ends and the next begins, such that no rank has two actions
-            in one slot (mod `PERIOD`).
-        name: of the schedule.
+    The slots of `turns` are lost where a pass ends and the next begins, such that no rank has two
+    actions in one slot (mod `PERIOD`).
 
     Example:
         >>> block = repeat_block(

@@ -21,11 +21,9 @@ Word = tuple[int, Op]  # (stage, op): an action that waits for its microbatch nu
 def numbered(words: Iterable[Word], microbatches: int) -> Iterator[Action]:
     """Number the words: the k-th F of a stage is on microbatch k, and so for B or I, and B or W.
 
-    Args:
-        words: the row of one rank.
-        microbatches: actions on microbatches from this number on are left out. So a family that is
-            built for many microbatches serves few: what is left of a row that can run can still
-            run, because no action reads another microbatch.
+    Actions on microbatches from that number on are left out. So a family that is built for many
+    microbatches serves few: what is left of a row that can run can still run, because no action
+    reads another microbatch.
 
     Example:
         >>> " ".join(map(str, numbered([(0, Op.F), (0, Op.F), (0, Op.B), (0, Op.B)], 2)))

@@ -198,11 +198,8 @@ class _Run:
     def _put(self, rank: int, way: int, *, fills: bool | None = None) -> bool:
         """Run the next action of a pass, after weight gradients as the rule says.
 
-        Args:
-            rank: the rank.
-            way: the pass.
-            fills: whether a weight gradient may run in a wait that is shorter than it; None while
-                the V fills, when none runs but to make room.
+        A weight gradient may run in a wait that is shorter than it where `fills` is true. While the
+        V fills it is None, and none runs but to make room.
         """
         arrival = self._arrival(rank, way)
         if arrival is None:

@@ -47,10 +47,7 @@ def plain_policy(
 ) -> Policy:
     """I before F, W where nothing else can run: 1F1B whose W's fill the gaps.
 
-    Args:
-        stages: number of stages.
-        patience: as in `Policy`.
-        eager: F before I instead, with 1F1B's limit on how far ahead a stage may be.
+    Where `eager`, F goes before I instead, with 1F1B's limit on how far ahead a stage may be.
     """
     priorities = ((3.0 if eager else 1.0,) * stages, (2.0,) * stages, (0.0,) * stages)
     windows = tuple(float(stages - stage) if eager else UNLIMITED for stage in range(stages))
@@ -66,13 +63,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
     because nothing of it is freed before. An I that hands on more than it frees, and finds no room
     for that, becomes a B, which only frees. About two microseconds per action.
 
-    Args:
-        problem: what to schedule.
-        policy: what to prefer.
-        limit: give up as soon as no rank can end before it (makespan only).
-
-    Returns:
-        The order, or None where it gave up.
+    None where no rank can end before the limit, which is of makespans only.
     """
     placement, count, costs = problem.placement, problem.microbatches, problem.costs
     # From here on a microbatch is known by its place in the turn.

@@ -26,13 +26,7 @@ _COLD: Final = 0.05  # the share of the heat that is left in the end
 def annealings(
     evaluators: Mapping[tuple[int, ...], Evaluator], incumbents: Incumbents, random: Random
 ) -> Phase:
-    """Cycle after cycle of annealing: from the best order, from other good ones, from new ones.
-
-    Args:
-        evaluators: by placement.
-        incumbents: orders to start from.
-        random: draws orders, moves and heats.
-    """
+    """Cycle after cycle of annealing: from the best order, from other good ones, from new ones."""
     nth = 0
     while True:
         open_to = [
@@ -60,12 +54,7 @@ def annealings(
 def anneal(evaluator: Tables, order: Order, random: Random, moves: int, heat: float = 0.0) -> Phase:
     """Improve an order by moves of actions of its critical path; yield each better one.
 
-    Args:
-        evaluator: of the problem.
-        order: the order to start from.
-        random: draws the moves.
-        moves: number of moves to try.
-        heat: how much worse an order may get at first, in mean times of an action.
+    The heat says how much worse an order may get at first, in mean times of an action.
     """
     problem = evaluator.problem
     value, ends = evaluator.times(order.rows, order.fused)

@@ -59,11 +59,6 @@ def beams(evaluator: Evaluator, incumbents: Incumbents, random: Random) -> Phase
     Where microbatches differ in size, a beam takes them in one order on all stages; the wider the
     beams, the fewer orders they try. Where a full backward differs from I and W, some beams take
     full backwards alone.
-
-    Args:
-        evaluator: of the problem.
-        incumbents: of all phases.
-        random: draws orders of microbatches.
     """
     problem = evaluator.problem
     pipes, cost = _subpipelines(problem), _COST[0] + _COST[1] * len(problem.placement)

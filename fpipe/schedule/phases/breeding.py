@@ -33,11 +33,6 @@ def breeding(problems: Sequence[Problem], incumbents: Incumbents, random: Random
 
     A child takes its parent's place if it is no worse. Policies of large problems are compared on
     fewer microbatches, and the best is played in full from time to time.
-
-    Args:
-        problems: one per placement.
-        incumbents: of all phases.
-        random: draws the policies.
     """
     full = {problem.placement: problem for problem in problems}
     small = reduced(problems)
@@ -108,9 +103,8 @@ def paced_policy(stages: int, pace: float) -> Policy:
 def turning_policy(stages: int, eager: int) -> Policy:
     """Microbatches that take turns in scarce memory: the first stages refill what is freed at once.
 
-    Args:
-        stages: number of stages, one per rank.
-        eager: so many of the first stages prefer F to I; the others hand gradients on first.
+    There is one stage per rank. The `eager` first ones prefer F to I; the others hand gradients on
+    first.
     """
     forward = tuple(3.0 if stage < eager else 1.0 for stage in range(stages))
     ranked = (forward, (2.0,) * stages, (0.0,) * stages)

@@ -118,10 +118,7 @@ def patterns(problem: Problem, random: Random) -> Phase:
 def unrolled(evaluator: Evaluator, pattern: Pattern, hole: float) -> Order | None:
     """The order that repeats a pattern for all microbatches, or None if it does not fit the memory.
 
-    Args:
-        evaluator: of the problem.
-        pattern: what each microbatch does.
-        hole: the number of microbatches after which one is left out.
+    After as many microbatches as `hole` says, one is left out.
     """
     problem = evaluator.problem
     count, period = problem.microbatches, pattern.period
@@ -359,14 +356,9 @@ class _Ring:
     def put(self, ready: int, duration: int, sign: int, skip: bool = False) -> int:
         """Place an action next to `ready`, so that there is room left for all others.
 
-        Args:
-            ready: a time.
-            duration: of the action.
-            sign: 1 to start no earlier, -1 to start no later.
-            skip: take the next but one, where there is another.
-
-        Returns:
-            How far from `ready` it starts.
+        It starts no earlier than that where the sign is 1, and no later where it is -1. With `skip`
+        it takes the next place but one, where there is another. Returns how far from `ready` it
+        starts.
         """
         if not duration:
             return 0

@@ -164,10 +164,7 @@ def run(entries: Sequence[Entry], incumbents: Incumbents, meter: Meter) -> None:
 
     A phase whose step costs nothing and has no candidate waits for candidates of others.
 
-    Args:
-        entries: the phases.
-        incumbents: receives their candidates.
-        meter: allows each step; with a budget in seconds, from the first candidate on.
+    A budget in seconds counts from the first candidate on.
     """
     used = [0.0] * len(entries)
     longest = [meter.step] * len(entries)
@@ -213,10 +210,7 @@ def improving(
 ) -> Phase:
     """Improve the candidates by a method, the best first, and those that others find later.
 
-    Args:
-        evaluators: by placement.
-        incumbents: the candidates.
-        improve: the method; what it yields it need not improve again.
+    What the method yields it need not improve again.
     """
     seen: dict[int, Order] = {}  # by identity, which lasts as long as they are kept
     begun: list[Phase] = []  # the last on top

@@ -165,15 +165,9 @@ def draw_up(
 ) -> Chart:
     """The chart of the events of all ranks.
 
-    Args:
-        name: of the schedule.
-        placement: the rank of each stage.
-        events: the events of each rank, in order.
-        cost: latencies and activations; None if unknown: a value then arrives when its source
-            ends, and F keeps one microbatch on 1/p of the model.
-        unit: of time; None for seconds without a cost, and no name with one.
-        note: shown beside the name.
-        waits: compute waits and messages. Those of a schedule that cannot run would be circular.
+    Without a cost, a value arrives when its source ends, F keeps one microbatch on 1/p of the
+    model, and the unit of time is seconds by default. The waits of a schedule that cannot run would
+    be circular, so they can be left out.
 
     Raises:
         ScheduleError: `unit` is not text, or the placement lacks the stage of an action.
@@ -246,12 +240,7 @@ def fillings(
 ) -> list[Mapping[Name, float]]:
     """The content of each of so many columns of time, from `start`: the time of each name in it.
 
-    Args:
-        row: the boxes of a rank; those beside it are left out.
-        span: of a column.
-        columns: how many there are.
-        name: of a box; those of equal names are counted together.
-        start: when the first column begins.
+    Boxes beside the rank are left out, and those of equal names counted together.
     """
     times: list[defaultdict[Name, float]] = [defaultdict(float) for _ in range(columns)]
     until = start + span * columns

@@ -31,11 +31,6 @@ _LIGHTEST: Final = 0.55  # how far the last stage of a rank is on the way to whi
 def shade(op: Op, turn: int, turns: int) -> str:
     """The fill of an action: its op's colour, the lighter the later its stage is on the rank.
 
-    Args:
-        op: of the action.
-        turn: the place of its stage among the stages of the rank, from 0.
-        turns: number of stages of the rank.
-
     Example:
         >>> shade(Op.F, 0, 2), shade(Op.F, 1, 2)
         ('#56b4e9', '#b3ddf5')

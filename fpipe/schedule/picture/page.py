@@ -30,12 +30,6 @@ def page(charts: Sequence[Chart]) -> str:
     The page draws on a canvas, so that a schedule of many thousand actions stays quick. Over an
     action it shows start, end and wait; wheel, mouse and keys zoom and move;
     messages and the critical path can be switched on.
-
-    Args:
-        charts: the charts, at least one.
-
-    Returns:
-        The text of an HTML file, with script, style and data within.
     """
     content = {
         "@TITLE@": marked_up(", ".join(chart.name for chart in charts)),

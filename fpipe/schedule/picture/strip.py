@@ -22,10 +22,6 @@ def strip(chart: Chart, *, width: int = 80) -> str:
     A column is an equal part of the makespan and shows what the rank does for most of it: F, B, I
     or W, in small letters for the later stages of the rank; "-" for another op, "." for nothing.
 
-    Args:
-        chart: the chart.
-        width: characters in a line, 50 or more.
-
     Raises:
         ScheduleError: `width` is less than 50.
 

@@ -62,16 +62,9 @@ def svg(
     picture of boxes is a thin lane for each link that takes time to carry messages, in the colours
     of their makers.
 
-    Args:
-        charts: the charts, at least one.
-        width: of the whole picture, in pixels; None for as wide as the boxes need to be numbered,
-            within limits. Viewers scale it down where there is less room.
-        bands: parts of the time, of equal length, that are drawn below each other.
-        columns: draw no boxes but the shares of the ops in each of so many columns of a band; 0
-            for boxes.
-
-    Returns:
-        The text of an SVG 1.1 file, the same for the same charts.
+    Without a width it is as wide as the boxes need to be numbered, within limits. Bands are parts
+    of the time, of equal length, below each other. With `columns`, the shares of the ops in each of
+    so many columns of a band are drawn, and no boxes.
 
     Raises:
         ScheduleError: `width` leaves no room for the lanes, or is not a number.
@@ -324,11 +317,7 @@ _WIDE: Final = 11.0  # a letter that takes a square
 
 
 def title_lines(chart: Chart, room: float) -> list[list[str]]:
-    """The name and the facts of a chart, in lines that `room` pixels at type of 11 hold.
-
-    Returns:
-        The tspans of each line.
-    """
+    """The tspans of each line of a chart's name and facts, in `room` pixels at type of 11."""
     name = broken_lines([chart.name], room / _BOLD, "")
     lines = broken_lines(facts(chart).split(BETWEEN), room, BETWEEN)
     bold = [

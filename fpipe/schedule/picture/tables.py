@@ -56,11 +56,7 @@ def folded(summary: str, text: str) -> str:
 def curve(amounts: Sequence[float], description: str, above: str, below: str) -> str:
     """A picture of amounts, one beside the other, as an area over a line.
 
-    Args:
-        amounts: of 0 or more.
-        description: the picture in words.
-        above: what the highest is, above it.
-        below: what goes from left to right, beneath it.
+    The text `above` says what the highest is, and `below` what goes from left to right.
     """
     wide, tall, top = 900.0, 90.0, 20.0
     most, count = max(amounts, default=0) or 1, max(len(amounts), 1)
@@ -104,9 +100,7 @@ _LISTED: Final = ("sizes", "memory_sizes", "speed")
 def cost_tables(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     """The arguments of a cost as tables, in HTML: a row for each stage, or one for each number.
 
-    Args:
-        arguments: all of them, by name.
-        defaults: values that are not worth a row.
+    Values that are as by default are not worth a row.
     """
     values = {
         name: value

@@ -146,11 +146,8 @@ def _search_choices(
     The usual choices of its kind are tried, and then the neighbours of the best, as long as that
     helps. One whose bound is above the best value is left out.
 
-    Args:
-        task: what is searched for.
-        placements: those to choose from.
-        order: the search for one case, for so many seconds, from a result for a similar one.
-        seconds: of it all; None where each search has a budget of its own.
+    The search `order` is for one case, for so many seconds, from a result for a similar one.
+    Without `seconds` each search has a budget of its own.
 
     Raises:
         ScheduleError: no placement and no choice admits a schedule.

@@ -75,14 +75,7 @@ def means(
     incumbents: Incumbents,
     random: Random,
 ) -> Phase:
-    """Candidates with their means, and then better ones, by annealing from the best.
-
-    Args:
-        evaluators: by placement.
-        pool: candidates of any values.
-        incumbents: receives what this yields.
-        random: draws orders, moves and heats.
-    """
+    """Candidates with their means, and then better ones, by annealing from the best."""
     seen: set[int] = set()
     for problem, order in pool:
         if id(order) not in seen:
@@ -109,16 +102,7 @@ def find_robust(
     jitter: Jitter,
     seed: int,
 ) -> Candidate:
-    """The candidate with the least mean makespan.
-
-    Args:
-        problems: the placements.
-        fast: candidates with small makespans, and the bounds.
-        meter: the budget.
-        schedule_of: makes the schedule of a candidate, whole-stage actions included.
-        jitter: how times vary.
-        seed: of all random choices.
-    """
+    """The candidate with the least mean makespan."""
     pool = [*fast.candidates, *fast.ties]
     if all(problem.actions <= LARGE for problem in problems):
         pool += [step.candidate for step in seeds(problems) if step.candidate is not None]
@@ -142,13 +126,7 @@ def find_robust(
 def steadiest(
     ties: Sequence[Candidate], schedule_of: Callable[[Candidate], Schedule], jitter: Jitter
 ) -> Candidate:
-    """The candidate with the least mean among those of one makespan; the first if it takes long.
-
-    Args:
-        ties: the candidates.
-        schedule_of: makes the schedule of one, whole-stage actions included.
-        jitter: how times vary.
-    """
+    """The candidate with the least mean among those of one makespan; the first if it takes long."""
     few = [each for each in ties if each.problem.actions * len(ties) * _FEW <= _WORK]
     if len(few) < 2:
         return ties[0]

@@ -41,11 +41,8 @@ def run_rows(
 
     A row ends early at an action whose input never comes, or that is repeated or out of order.
 
-    Args:
-        rows: the actions of each rank.
-        costs: for a microbatch of size 1.
-        sizes: of the microbatches.
-        times: how long each action of each row takes, where that is not what the costs say.
+    The costs are for a microbatch of size 1. Where `times` are there, they say how long each action
+    of each row takes.
     """
     if not costs.shared or costs.pair is None:
         return _Run(rows, costs, sizes, times).times_of_all()

@@ -65,8 +65,7 @@ def counted_as(actions: Sequence[Action]) -> list[Op | None]:
     Where a microbatch has no I or no W of a stage, the other is its whole backward, as B is. None
     for an action that changes nothing: an F of a stage without a backward, or a whole-stage action.
 
-    Args:
-        actions: all actions of the stages that they name.
+    The actions are all of the stages that they name.
 
     Example:
         >>> counted_as([Action.parse(word) for word in "0F0 0I0 0W0 1F0 1W0 2F0".split()])
@@ -92,9 +91,7 @@ def held(row: Sequence[Event], costs: StageCosts) -> Steps:
     Where a microbatch has no I or no W of a stage, the other frees all; where a stage has no
     backward, F keeps none.
 
-    Args:
-        row: the events of the rank, in order.
-        costs: the activations of each stage, for a microbatch of size 1.
+    The costs are for a microbatch of size 1.
 
     Example:
         >>> from fpipe import Cost
@@ -178,12 +175,7 @@ def waits_of(events: Events, cost: Cost | None) -> tuple[list[list[Wait]], list[
     path of such waits shows the work that fills the time. An action that took no time and was over
     before an input arrived has not read it: in a real step it had nothing to compute.
 
-    Args:
-        events: the events of each rank.
-        cost: latencies between ranks; None if unknown, which counts as 0.
-
-    Returns:
-        The waits in the order of the rows; the messages in the order of their readers.
+    Without a cost latencies count as 0. The messages are in the order of their readers.
     """
     graph = dependencies([[event.action for event in row] for row in events])
     begun = min((row[0].start for row in events if row), default=0.0)

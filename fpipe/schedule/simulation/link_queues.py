@@ -29,11 +29,7 @@ def links_on(
 ) -> tuple[tuple[Link, ...], bool]:
     """The links of hops, and whether some link carries the messages of several ranks.
 
-    Args:
-        ways: of each hop, a name of its link.
-        latencies: of each hop.
-        transfers: of each hop.
-        sources: the rank that sends.
+    A way is a name of the link of a hop, and a source the rank that sends.
     """
     numbers = {way: number for number, way in enumerate(dict.fromkeys(ways))}
     links = tuple(map(Link, map(numbers.__getitem__, ways), latencies, transfers))
@@ -61,13 +57,7 @@ class Queues:
         self.free = [0.0] * (1 + max((link.number for link in links), default=0))
 
     def send(self, link: Link, ready: float, size: float) -> tuple[float, float]:
-        """When the transfer of a message ends, and when it arrives.
-
-        Args:
-            link: its way.
-            ready: when it is ready to be sent.
-            size: of its microbatch.
-        """
+        """When the transfer of a message ends, and when it arrives."""
         if not link.transfer:
             return ready, ready + link.latency
         end = max(ready, self.free[link.number]) + link.transfer * size
