@@ -210,7 +210,7 @@ def improving(
 ) -> Phase:
     """Improve the candidates by a method, the best first, and those that others find later.
 
-    What the method yields it need not improve again.
+    The method need not improve again what it yields.
     """
     seen: dict[int, Order] = {}  # by identity, which lasts as long as they are kept
     begun: list[Phase] = []  # the last on top
