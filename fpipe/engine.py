@@ -29,14 +29,16 @@ from fpipe.autograd.history import (
 )
 from fpipe.autograd.levels import call_within
 from fpipe.errors import FpipeError
-from fpipe.execute.controllers import controller_of, stage_compiler_of
 from fpipe.execute.header import CLIPS, PREPARES, TRAINS, Addend, Marked
-from fpipe.execute.requests import Gather, Reader, Request
+from fpipe.execute.multi import MultiController
+from fpipe.execute.requests import Controller, Gather, Reader, Request
 from fpipe.execute.run_result import RunResult
+from fpipe.execute.single import SingleController
 from fpipe.inputs.ambient import is_within
 from fpipe.inputs.keys import read_key
 from fpipe.inputs.params import Move, Updating, keep
 from fpipe.inputs.signature import Goal
+from fpipe.plan.planner import Planner
 from fpipe.plan.stage_compiler import StageCompiler
 from fpipe.program.program import Program
 from fpipe.random.keyed_mode import PIPELINES_AROUND
@@ -71,9 +73,14 @@ class Engine:
         self.schedule = definition.schedule
         self.rank = None if definition.group is None else definition.group.rank()
         self.derived: dict[Any, Engine] = {}
-        self.stage_compiler = stage_compiler or stage_compiler_of(definition)
+        self.stage_compiler = stage_compiler or StageCompiler(definition)
         self.reader = Reader(definition)
-        self._controller = controller_of(definition, self.reader, self.stage_compiler)
+        planner = Planner(self.stage_compiler, definition)
+        self._controller: Controller = (
+            SingleController(planner, self.reader, definition)
+            if definition.group is None
+            else MultiController(planner, self.reader, definition, definition.group)
+        )
 
     def under(self, definition: Definition) -> Engine:
         """The engine of a definition that differs in its schedule alone.

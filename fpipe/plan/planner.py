@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import optree
 import torch
@@ -34,16 +33,16 @@ from fpipe.plan.codes import StageCode
 from fpipe.plan.plan import Latest, Plan
 from fpipe.plan.replicated import gathered, replicas_of
 from fpipe.plan.stage_compiler import CompiledStages, StageCompiler
+from fpipe.program.lower import lower
 from fpipe.program.offloading import Offloading
+from fpipe.program.order import lower_for_group
 from fpipe.program.program import Program
 from fpipe.program.replica_layout import Replicas
 from fpipe.program.values import Codes
 from fpipe.schedule import Op, Schedule
 from fpipe.schedule.families.evaluation import forwards_of
 from fpipe.schedule.whole_stage import STEP
-from fpipe.spec.data import Data
-from fpipe.spec.objective import Sink
-from fpipe.spec.policies import Offload
+from fpipe.spec.definition import Definition
 from fpipe.trace.isolation import held_back, one_at_a_time
 
 log = logging.getLogger("fpipe")
@@ -60,49 +59,22 @@ class Planner:
 
     Args:
         stage_compiler: makes the code of the stages; other planners may use it too.
-        schedule: the training schedule; its forwards alone serve evaluation.
-        mean: the loss is the mean over rows, so a microbatch counts by its rows.
-        cotangent: what of the losses is differentiated, None for all of them.
-        lower: makes the programs of a schedule, with what replicas share; it knows the transport.
-        sink: how gradients and losses are collected.
-        modes: as in the definition.
-        data: as in the definition.
-        offload: as in the definition.
-        rank: that this process drives, None for all of them.
-        in_dims: as in the definition.
+        definition: of the pipeline. The forwards of its schedule serve evaluation.
     """
 
-    def __init__(
-        self,
-        *,
-        stage_compiler: StageCompiler,
-        schedule: Schedule,
-        mean: bool,
-        cotangent: tuple[float, ...] | None,
-        lower: Callable[..., tuple[Program, ...]],
-        sink: Sink,
-        modes: Callable[[], Hashable],
-        data: Data | None = None,
-        offload: Offload | None = None,
-        rank: int | None = None,
-        in_dims: Any = None,
-    ) -> None:
+    def __init__(self, stage_compiler: StageCompiler, definition: Definition) -> None:
         self._stage_compiler = stage_compiler
-        self._schedule = schedule
-        self._forwards = forwards_of(schedule)
-        if data is not None:
-            if not schedule.is_sharded:
-                self._schedule = schedule.sharded()
+        self._definition = definition
+        self._data = definition.data
+        self._rank = None if definition.group is None else definition.group.rank()
+        self._schedule = definition.schedule
+        self._forwards = forwards_of(self._schedule)
+        if self._data is not None:
+            if not self._schedule.is_sharded:
+                self._schedule = self._schedule.sharded()
             self._forwards = self._forwards.sharded(self._schedule.gathered_at_once or STEP)
-        self._data = data
-        self._offload = offload
-        self._rank = rank
-        self._mean = mean
-        self._cotangent = cotangent
-        self._lower = lower
-        self._sink = sink
-        self._modes = modes
         # Whoever names dimensions by leaf has looked at each.
+        in_dims = definition.in_dims
         self._warns_of_rows = in_dims == 0 and isinstance(in_dims, int)
         self.plans: Latest[Signature, Plan] = Latest()
         self._readers: dict[tuple[int, int], set[int]] = {}
@@ -127,7 +99,7 @@ class Planner:
 
     def ambient(self) -> Ambient:
         """The settings that a trace depends on beside its arguments, as they are now."""
-        return ambient(self._modes())
+        return ambient(self._definition.modes())
 
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The ranks that read a parameter in any plan so far, by stage and leaf, in order."""
@@ -178,14 +150,23 @@ class Planner:
         if differentiates:
             _check_owed(schedule, code_of)
         late = self._late(local)
-        offloading = None if self._offload is None else self._offloading(local, replicas)
+        lowered = partial(
+            lower,
+            schedule,
+            code_of,
+            only=self._rank,
+            tied=self._definition.function,
+            sink=self._definition.sink,
+            replicas=replicas,
+            goal=goal,
+            late=late,
+            offloading=self._offloading(local, replicas),
+        )
         with (
             working(f"compiling a {goal}", partial(self._to_compile, compiled, schedule)),
             self._stage_compiler.compiling(),
         ):
-            programs = self._lower(
-                schedule, code_of, replicas=replicas, goal=goal, late=late, offloading=offloading
-            )
+            programs = lowered() if self._rank is None else lower_for_group(lowered, schedule)
         plan = self._with_weights(schedule, programs, compiled, signature)
         plan = replace(
             plan,
@@ -234,10 +215,9 @@ class Planner:
         return self._stage_compiler.count_to_compile(compiled, stages, ops)
 
     def _offloading(self, signature: Signature, replicas: Replicas | None) -> Offloading | None:
-        """The parameters that live on the CPU; None where all ranks compute there."""
-        offload = self._offload
-        assert offload is not None
-        if not offload.copies:
+        """The parameters that live on the CPU; None where none do, or all ranks compute there."""
+        offload = self._definition.offload
+        if offload is None or not offload.copies:
             return None
         params = [
             [Spec(leaf.shape, leaf.dtype) for leaf in shape.leaves] for shape in signature.params
@@ -270,7 +250,9 @@ class Planner:
         rows = signature.rows
         chains = [compiled.chains[kind] for kind in signature.kinds]
         numbering = chains[0].numbering
-        weighted = self._mean and self._sink.join is None
+        sink, mean = self._definition.sink, self._definition.reduction == "mean"
+        # A microbatch counts by its rows.
+        weighted = mean and sink.join is None
         total = max(1, sum(rows))
         shares = [size / total if weighted else 1.0 for size in rows]
         # Where there is no loss, the numbers are not read.
@@ -294,7 +276,7 @@ class Planner:
             fingerprint="\n".join(sorted(piece.fingerprint for piece in compiled.pieces())),
             communicates=self._data is not None or any(p.communicates for p in compiled.pieces()),
             rows=rows,
-            sink=self._sink,
+            sink=sink,
             frozen=compiled.frozen,
             data=self._data,
             averages=weighted,
@@ -302,10 +284,11 @@ class Planner:
 
     def _chosen(self, ones: Tensor) -> Tensor:
         """The cotangents of a microbatch's losses."""
-        if self._cotangent is None or not ones.dim():
+        cotangent = self._definition.loss_cotangent
+        if cotangent is None or not ones.dim():
             return ones
         # The weights are over the last dimensions, the same for all that comes before.
-        parts = ones.new_tensor(self._cotangent)
+        parts = ones.new_tensor(cotangent)
         return parts.expand(ones.numel() // parts.numel(), -1).reshape(ones.shape)
 
 

@@ -20,9 +20,10 @@ from fpipe.graph.joint import Source
 from fpipe.graph.nodes import may_draw
 from fpipe.inputs.signature import Signature, TreeShape, in_words
 from fpipe.pieces.compiler import Compiler
-from fpipe.pieces.partition import Policies
+from fpipe.pieces.partition import Policies, policies
 from fpipe.pieces.piece import PREPARE, Piece
 from fpipe.plan.codes import StageCode, codes_of_stages, live_leaves
+from fpipe.spec.definition import Definition
 from fpipe.trace.chain import Chain, ChainTracer
 from fpipe.trace.isolation import once_more, uncompiled
 
@@ -56,20 +57,15 @@ class StageCompiler:
     """Makes the code of all stages for a kind of batch, once.
 
     Args:
-        tracer: traces the chain of stages.
-        compiler: makes pieces callable.
-        policies: for each stage the remat policy of every microbatch, and that of its last.
+        definition: of the pipeline. It depends on no more of the schedule than the number of stages
+            and the device of each.
     """
 
-    def __init__(
-        self,
-        tracer: ChainTracer | FunctionTracer,
-        compiler: Compiler,
-        policies: tuple[Policies, Policies],
-    ) -> None:
-        self._tracer = tracer
-        self._compiler = compiler
-        self._policies = policies
+    def __init__(self, definition: Definition) -> None:
+        # For each stage the remat policy of every microbatch, and that of its last.
+        self._policies = policies(definition.remat, definition.schedule.num_stages)
+        self._tracer = _tracer(definition)
+        self._compiler = Compiler(definition.compile)
         self._chains: dict[Any, Chain] = {}
         self._codes: dict[tuple[Chain, Trained, tuple[int, ...]], tuple[StageCode, ...]] = {}
 
@@ -97,7 +93,7 @@ class StageCompiler:
             )
         trained = live_leaves(chains)
         usual, last = (
-            [self._cut(chain, trained, policies) for chain in chains] for policies in self._policies
+            [self._cut(chain, trained, each) for chain in chains] for each in self._policies
         )
         return CompiledStages(chains, usual, last, self._tracer.frozen(signature.params))
 
@@ -151,6 +147,25 @@ class StageCompiler:
         if key not in self._codes:
             self._codes[key] = codes_of_stages(chain, trained, policies, self._compiler)
         return self._codes[key]
+
+
+def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
+    """The tracer that turns the user's functions into a chain of graphs."""
+    if definition.function:
+        return FunctionTracer(
+            definition.loss,
+            definition.schedule.num_stages,
+            definition.objective,
+            has_key=definition.has_key,
+            keyed=definition.keyed,
+            devices=definition.stage_devices,
+        )
+    return ChainTracer(
+        definition.stages,
+        definition.loss,
+        definition.objective,
+        devices=definition.stage_devices,
+    )
 
 
 def _check_results(chains: Sequence[Chain]) -> None:

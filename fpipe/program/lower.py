@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -244,8 +244,8 @@ def lower(
     schedule: Schedule,
     codes: Codes,
     windows: Windows = DIRECT,
-    runs_here: Callable[[int], bool] = lambda rank: True,
     *,
+    only: int | None = None,
     tied: bool = False,
     sink: Sink = SUM,
     replicas: Replicas | None = None,
@@ -259,8 +259,8 @@ def lower(
         schedule: a schedule that `fpipe.verify` accepts.
         codes: the code of each stage and microbatch.
         windows: how far communication may run ahead.
-        runs_here: which ranks run in this process; the kernels of the others are not compiled, and
-            their programs are there to be read.
+        only: the rank that this process runs, None for all; the kernels of the others are not
+            compiled, and their programs are there to be read.
         tied: stages number the leaves of one tree of parameters, and may share some.
         sink: how gradients are collected, and who gets them.
         replicas: how replicas share parameters and add up gradients; None for no replicas.
@@ -275,7 +275,7 @@ def lower(
         resolve.follow_states(schedule.num_stages, present)
     tasks = tasks_of(schedule, codes, resolve, replicas, updates=goal in UPDATING)
     if tied:
-        several = not all(map(runs_here, range(schedule.num_ranks)))
+        several = only is not None and schedule.num_ranks > 1
         tasks = tie(tasks, schedule, codes, sink, everywhere=several, replicas=replicas)
     if offloading is not None:
         tasks = with_copies(tasks, offloading, tied=tied)
@@ -300,7 +300,7 @@ def lower(
             rank,
             weave(rank, row, results[rank], mail, windows),
             ends[rank],
-            compiled=runs_here(rank),
+            compiled=only in (None, rank),
         )
         for rank, row in enumerate(tasks.rows)
     )

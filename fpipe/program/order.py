@@ -8,13 +8,10 @@ its receive has been posted.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from fpipe.errors import ScheduleError
-from fpipe.inputs.signature import Goal
 from fpipe.program.communication_plan import Windows
-from fpipe.program.lower import lower
-from fpipe.program.offloading import Offloading
 from fpipe.program.program import (
     Compute,
     Instruction,
@@ -26,10 +23,7 @@ from fpipe.program.program import (
     WaitSend,
     memory_curve,
 )
-from fpipe.program.replica_layout import Replicas
-from fpipe.program.values import Codes
 from fpipe.schedule import Schedule
-from fpipe.spec.objective import SUM, Sink
 
 Place = tuple[int, int]
 """A rank and the index of one of its instructions."""
@@ -43,16 +37,7 @@ which computes, makes its sender wait too."""
 
 
 def lower_for_group(
-    schedule: Schedule,
-    codes: Codes,
-    *,
-    rank: int,
-    tied: bool = False,
-    sink: Sink = SUM,
-    replicas: Replicas | None = None,
-    goal: Goal = "step",
-    late: Collection[tuple[int, int]] = (),
-    offloading: Offloading | None = None,
+    lower: Callable[[Windows], tuple[Program, ...]], schedule: Schedule
 ) -> tuple[Program, ...]:
     """Lower a schedule for processes that each run one rank, and prove that they come to an end.
 
@@ -60,34 +45,15 @@ def lower_for_group(
     messages cross so that small windows would make ranks wait for each other gets bigger ones.
 
     Args:
-        schedule: a schedule that `fpipe.verify` accepts.
-        codes: the code of each stage and microbatch.
-        rank: the rank of this process.
-        tied: as for `lower`.
-        sink: as for `lower`.
-        replicas: as for `lower`.
-        goal: as for `lower`.
-        late: as for `lower`.
-        offloading: as for `lower`.
+        lower: makes the programs whose communication runs ahead so far.
+        schedule: that it lowers.
 
     Raises:
         ScheduleError: the programs would not come to an end.
     """
 
     def within(window: int, nbytes: int) -> tuple[Program, ...]:
-        windows = Windows(window, window, nbytes)
-        return lower(
-            schedule,
-            codes,
-            windows,
-            lambda r: r == rank,
-            tied=tied,
-            sink=sink,
-            replicas=replicas,
-            goal=goal,
-            late=late,
-            offloading=offloading,
-        )
+        return lower(Windows(window, window, nbytes))
 
     programs = within(2, RUN_AHEAD)
     # The same on all ranks, whichever of them are compiled.

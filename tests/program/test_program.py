@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from textwrap import dedent
 from typing import Any
 from unittest.mock import patch
@@ -35,7 +36,7 @@ from fpipe.program.program import (
 from tests.laboratory.random_schedules import schedules as random_schedules
 from tests.meter import Meter
 from tests.models import Model, apply, assert_same, gpt, mlp, plain_pipeline, rand, unpipelined
-from tests.program.lowering import Mailbox, codes_of, drive, lowered
+from tests.program.lowering import Mailbox, drive, lowered
 
 FAMILIES = list(schedules.FAMILIES)
 WINDOWS = [DIRECT, Windows(send=2, receive=3), Windows(send=1, receive=1, nbytes=1000)]
@@ -217,10 +218,9 @@ def test_messages_run_ahead_as_far_as_a_share_of_the_peak_allows() -> None:
     schedule = schedules.looped_bfs(ranks=2, microbatches=8, stages_per_rank=2)
     model = mlp(4, 8)
     ahead, peak = {}, {}
-    codes = codes_of(model, 8)
     for share in (0, 1 / 4):
         with patch.multiple(order, RUN_AHEAD=0, SHARE=share):
-            programs = order.lower_for_group(schedule, lambda stage, _: codes[stage], rank=0)
+            programs = order.lower_for_group(partial(lowered, model, schedule), schedule)
         ahead[share] = [under_way(program, Recv, WaitRecv) for program in programs]
         peak[share] = max(program.peak_bytes for program in programs)
     assert all(few < many for few, many in zip(ahead[0], ahead[1 / 4], strict=True))
