@@ -139,7 +139,8 @@ def partition(
         joint: the traced stage.
         outputs: names of the outputs that anyone reads.
         inputs: the upstream values whose gradient anyone reads.
-        params: the caller's leaves whose gradient is wanted and not zero.
+        params: the caller's leaves whose gradient is wanted and not zero. With neither, as in a
+            stage that runs forward only, nothing is kept for a backward.
         policy: whether the backward may read a forward value (True), or computes it again from
             the stage's inputs (False). Random values are always kept, what no microbatch goes into
             is there anyway, and what is made of nothing is always made again; so is what is inside
@@ -158,7 +159,12 @@ def partition(
     starts = [nodes[entry.start] for entry in sums]
     totals = [nodes[entry.total] for entry in sums]
     checks = _checks(joint)
-    prepared, cheap = unchanging(joint, ancestors([*results, *input_grads, *totals, *checks]))
+    in_f = [n for n in checks if n not in backward]
+    # One on a cotangent that nobody hands back, for no gradient depends on it, would wait for it.
+    unasked = (placeholders & backward) - ancestors([*input_grads, *starts])
+    in_b = [n for n in checks if n in backward and unasked.isdisjoint(ancestors([n]))]
+    live = ancestors([*results, *input_grads, *totals, *in_f, *in_b])
+    prepared, cheap = unchanging(joint, live)
     inputs_of_all = placeholders.union(prepared)
     forward = ancestors(results)
     # With every element of an op that returns several.
@@ -173,10 +179,6 @@ def partition(
     whole = sliced([*input_grads, *starts], kept)
     early = _choose_input_grad(whole, input_grads, starts, backward)
     available = kept | {n for n in early - cheap if _can_hold(n)}
-    in_f = [n for n in checks if n not in backward]
-    # One on a cotangent that nobody hands back, for no gradient depends on it, would wait for it.
-    unasked = (placeholders & backward) - ancestors([*input_grads, *starts])
-    in_b = [n for n in checks if n in backward and unasked.isdisjoint(ancestors([n]))]
     deferred = set(whole) - early
     in_w = [n for n in in_b if not deferred.isdisjoint(sliced([n], kept)) or not early]
     in_i = [n for n in in_b if n not in in_w]
@@ -197,21 +199,6 @@ def partition(
         "I": piece_of(first, kept, in_i, again),
         "W": piece_of(starts, available, in_w, again),
         "W+": piece_of(totals, available, in_w, again),
-    }
-    return {op: piece for op, piece in pieces.items() if piece is not None}
-
-
-def forward_pieces(joint: Joint, outputs: Iterable[str]) -> dict[str, Piece]:
-    """The pieces of a stage that runs forward only: it keeps nothing for a backward."""
-    nodes = joint.nodes
-    placeholders = {n for n in nodes.values() if n.op == "placeholder"}
-    backward = _backward_nodes(joint)
-    results = [nodes[name] for name in outputs]
-    checks = [node for node in _checks(joint) if node not in backward]
-    prepared, _ = unchanging(joint, ancestors([*results, *checks]))
-    pieces = {
-        PREPARE: piece_of(prepared, placeholders, ()),
-        "F": piece_of(results, placeholders.union(prepared), checks),
     }
     return {op: piece for op, piece in pieces.items() if piece is not None}
 

@@ -22,10 +22,10 @@ from fpipe.pieces.boxed import Boxed
 from fpipe.pieces.compiler import Compiler
 from fpipe.pieces.partition import (
     Policy,
-    forward_pieces,
     live_cotangents,
     live_gradients,
     partition,
+    save_nothing,
 )
 from fpipe.pieces.piece import PREPARE, Piece
 from fpipe.trace.chain import Chain
@@ -142,13 +142,12 @@ def codes_of_stages(
                 and any(c.reader == index for c in codes[s.stage].cotangents[s.leaf])
             ]
         wanted = [[joint.gradients[source] for source in group] for group in (inputs, params)]
-        policy = policies[index]
+        # Without a backward no policy is asked.
+        policy = policies[index] if inputs or params else save_nothing
         key = (joint.graph, id(policy), *map(tuple, wanted))
         if key not in cut:
-            cut[key] = (
-                partition(joint, outputs=joint.outputs, inputs=inputs, params=params, policy=policy)
-                if chain.goal == "step"
-                else forward_pieces(joint, joint.outputs)
+            cut[key] = partition(
+                joint, outputs=joint.outputs, inputs=inputs, params=params, policy=policy
             )
         cotangents = live_cotangents(joint, [*params, *inputs])
         sources = dict(joint.sources)
