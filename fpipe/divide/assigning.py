@@ -108,7 +108,6 @@ class Backward:
     ) -> None:
         self._labels = labels
         self._stage_of = stage_of
-        self._last = last
         self._first: dict[int, list[fx.Node]] = defaultdict(list)  # by autograd's counter
         for node in nodes:
             if COUNT in node.meta and node.op == "call_function":

@@ -55,7 +55,16 @@ class StageNeeds:
 class Demand:
     """The values that each stage reads, computes and puts out.
 
-    The arguments are those of `fpipe.divide.dividing.divide`.
+    Args:
+        graph: returns two lists: results, the loss first, and gradients. It was recorded under
+            `labels`.
+        labels: says where each node belongs.
+        sources: where each placeholder comes from, but for the seed.
+        owed: what each gradient is by.
+        mode: the fake-tensor mode of the graph's values.
+        last: the number of the last stage.
+        heads: how many of the first results come from the last stage, wherever they are computed.
+        seed: the placeholder of the cotangent of the loss; None for a forward alone.
 
     Attributes:
         nodes: of the whole graph, in order.
@@ -78,7 +87,7 @@ class Demand:
         heads: int,
         seed: fx.Node | None,
     ) -> None:
-        self._graph, self.sources, self.mode = graph, sources, mode
+        self.sources, self.mode = sources, mode
         self.last, self.seed = last, seed
         _look_at_whole(graph)
         self.nodes = [node for node in graph.nodes if node.op != "output"]
@@ -87,7 +96,7 @@ class Demand:
         self._stage_of = assign(forward, sources)
         self.backward = Backward(labels, self.nodes, self._stage_of, seed, last)
         returned: Any = graph.output_node().args[0]
-        self.results, self._gradients = returned
+        self.results, gradients = returned
         needed = ancestors(self.results)
         live = [node for node in forward if node in needed]
         self.homes = [last] * heads + homes(
@@ -95,10 +104,10 @@ class Demand:
         )
         # A stage that reads one of these owes a gradient by it, zeros where nothing comes back.
         places = {sources[node.name]: node for node in forward if node.op == "placeholder"}
-        owing = owed if self._gradients else ()
+        owing = owed if gradients else ()
         self.trained = [(source, value_of(places[source])) for source in owing]
         # Nothing was differentiated if the loss depends on nothing that is owed a gradient.
-        triples = zip(owed, labels.leaves, self._gradients, strict=True) if labels.leaves else ()
+        triples = zip(owed, labels.leaves, gradients, strict=True) if labels.leaves else ()
         self._leaves = list(triples)
         self.stages = [StageNeeds() for _ in range(last + 1)]
         self._waiting: list[tuple[fx.Node, Turn | None, int]] = []  # what is read, by whom

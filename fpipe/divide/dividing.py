@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -21,8 +21,7 @@ from fpipe.checks.explain import Untraceable
 from fpipe.divide.demand import Demand, Output
 from fpipe.graph.joint import Cotangent, Source, Upstream
 from fpipe.graph.nodes import TURN, memory_order, value_of
-from fpipe.torch_internals import FakeTensorMode
-from fpipe.trace.labels import Edge, Labels, Turn
+from fpipe.trace.labels import Edge, Turn
 
 aten = torch.ops.aten
 
@@ -47,45 +46,12 @@ class Segment:
     is_stale: bool
 
 
-class Divided(NamedTuple):
-    """The stages of a function.
-
-    Attributes:
-        segments: one per stage.
-        results: where each result comes from.
-    """
-
-    segments: tuple[Segment, ...]
-    results: tuple[Upstream, ...]
-
-
-def divide(
-    graph: fx.Graph,
-    labels: Labels,
-    sources: Mapping[str, Source],
-    owed: Sequence[Source],
-    mode: FakeTensorMode,
-    *,
-    last: int,
-    heads: int,
-    seed: fx.Node | None,
-) -> Divided:
-    """Divide a graph that was recorded under `labels`.
-
-    Args:
-        graph: returns two lists: results, the loss first, and gradients.
-        labels: says where each node belongs.
-        sources: where each placeholder comes from, but for the seed.
-        owed: what each gradient is by.
-        mode: the fake-tensor mode of the graph's values.
-        last: the number of the last stage.
-        heads: how many of the first results come from the last stage, wherever they are computed.
-        seed: the placeholder of the cotangent of the loss; None for a forward alone.
+def divide(demand: Demand) -> tuple[tuple[Segment, ...], tuple[Upstream, ...]]:
+    """The stages of a recorded function, and where each of its results comes from.
 
     Raises:
         Untraceable: a hook uses a gradient where autograd does not bring it.
     """
-    demand = Demand(graph, labels, sources, owed, mode, last, heads, seed)
     leaves = [
         {output: number for number, output in enumerate(stage.outputs)} for stage in demand.stages
     ]
@@ -103,7 +69,7 @@ def divide(
         Upstream(home, leaves[home][Output(node, False)])
         for node, home in zip(demand.results, demand.homes, strict=True)
     )
-    return Divided(segments, results)
+    return segments, results
 
 
 class _StageBuilder:

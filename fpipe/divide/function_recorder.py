@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from fpipe import pytree
 from fpipe.checks.explain import Untraceable, describe, explain
 from fpipe.divide.cuts import noting
+from fpipe.divide.demand import Demand
 from fpipe.divide.dividing import Segment, divide
 from fpipe.dtensors import as_parameters
 from fpipe.errors import StageError, label_of
@@ -135,7 +136,7 @@ class Recorder:
         sources, changed = self._settle(recording, params, batch)
         module = recording.module
         try:
-            segments, results = divide(
+            demand = Demand(
                 module.graph,
                 labels,
                 sources,
@@ -145,6 +146,7 @@ class Recorder:
                 heads=numbering.heads,
                 seed=recording.cotangents[0] if recording.cotangents else None,
             )
+            segments, results = divide(demand)
         except Untraceable as error:
             raise explain(self.name, error, "") from error
         return Recorded(
