@@ -37,7 +37,7 @@ from fpipe.program.interpreter import Run
 from fpipe.program.program import Program
 from fpipe.program.replica_collectives import collectives_of
 from fpipe.spec.data import Data
-from fpipe.transport.connect import connect_peers, wake
+from fpipe.transport.connect import connect, wake
 
 Alike = tuple[tuple[str, str], ...]
 """How something that differs is described, and a digest of it."""
@@ -200,8 +200,9 @@ class Rows:
                 replicas have other parameters.
         """
         if self._peers is None:
-            self._peers = connect_peers(
-                self._store, self._place, len(self._ranks), self._timeout, given_up
+            size, timeout = len(self._ranks), self._timeout
+            self._peers = connect(
+                "gloo", self._store, self._place, size, timeout, given_up=given_up
             )
         word = [0, 0, 0, 0]
         if facts is not None:

@@ -49,6 +49,7 @@ def connect(
     timeout: timedelta,
     interfaces: Sequence[Any] = (),
     device: torch.device | None = None,
+    given_up: Callable[[float], bool] = lambda seconds: False,
 ) -> dist.ProcessGroup:
     """A group that nobody else knows of. It returns when all `size` ranks have called it.
 
@@ -57,11 +58,16 @@ def connect(
         store: with a prefix that is this group's alone.
         rank: of this process in the group.
         size: number of ranks.
-        timeout: of its operations.
+        timeout: of its operations, and of the wait for all ranks.
         interfaces: of gloo's to the network, each with a thread that listens to it; none for one
             of its own.
         device: for NCCL that of the tensors that it moves.
+        given_up: whether to wait no longer for the others, after so many seconds.
+
+    Raises:
+        RuntimeError: one of them does not come.
     """
+    _meet(store, rank, size, timeout, given_up)
     group = dist.ProcessGroup(store, rank, size)
     if backend == "nccl":
         # Streams of other priorities are never those of the caller, who may compute on them behind
@@ -177,9 +183,12 @@ class Lines:
             rank, size = ranks.index(self._rank), len(ranks)
             if backend == "gloo" and not self._interfaces:
                 self._interfaces = _interfaces()
-            _meet(store, rank, size, self.timeout, given_up)
-            group = connect(backend, store, rank, size, self.timeout, self._interfaces, self.device)
-            self._made[name] = group
+            self._made[name] = connect(
+                *(backend, store, rank, size, self.timeout),
+                self._interfaces,
+                self.device,
+                given_up,
+            )
         return self._made[name]
 
     def ring(self) -> None:
@@ -211,18 +220,6 @@ def lines_of(group: dist.ProcessGroup, name: str, store: dist.Store, device: tor
             "(torch.distributed.new_group)"
         )
     return lines
-
-
-def connect_peers(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    given_up: Callable[[float], bool],
-) -> dist.ProcessGroup:
-    """A group of gloo, of processes that come to it as `Lines.make` says."""
-    _meet(store, rank, size, timeout, given_up)
-    return connect("gloo", store, rank, size, timeout)
 
 
 def _meet(
