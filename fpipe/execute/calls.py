@@ -51,8 +51,7 @@ from fpipe.plan.plan import Latest, Plan
 from fpipe.plan.planner import Planner
 from fpipe.program.program import Program, describe
 from fpipe.program.step_timelines import ACTIVE
-from fpipe.schedule import Schedule
-from fpipe.spec.data import Data
+from fpipe.spec.definition import Definition
 
 NOWHERE = torch.device("meta")
 """Stands for every rank's own device in what ranks compare."""
@@ -150,9 +149,8 @@ class Calls:
     Args:
         planner: makes plans for the programs of this rank.
         reader: reads what this rank is called with.
-        schedule: of all ranks.
+        definition: of the pipeline.
         control: the group over which ranks agree.
-        rank: of this process.
         device: where this rank computes.
         setup: what must be the same on all ranks, as texts by name.
         prepare: gets the programs of a new plan ready to run, on all ranks at once.
@@ -160,17 +158,15 @@ class Calls:
         pipeline: the name of the process group.
         rows: of the mesh, None if it has one.
         given_up: whether to wait no longer for processes of other rows, after so many seconds.
-        data: which dimensions of the mesh hold replicas.
     """
 
     def __init__(
         self,
         planner: Planner,
         reader: Reader,
-        schedule: Schedule,
+        definition: Definition,
         control: dist.ProcessGroup,
         *,
-        rank: int,
         device: torch.device,
         setup: Mapping[str, str],
         prepare: Callable[[Sequence[Program]], None],
@@ -178,14 +174,13 @@ class Calls:
         pipeline: str,
         rows: Rows | None,
         given_up: Callable[[float], bool],
-        data: Data | None,
     ) -> None:
         self._planner = planner
         self._reader = reader
-        self._schedule = schedule
+        self._schedule, self._data = definition.schedule, definition.data
         self._control = control
-        self._rank = rank
-        self._stages = schedule.stages_of(rank)
+        self._rank = control.rank()
+        self._stages = self._schedule.stages_of(self._rank)
         self._device = device
         self._setup = {name: digest(text) for name, text in setup.items()}
         self._prepare = prepare
@@ -193,8 +188,7 @@ class Calls:
         self._pipeline = pipeline
         self._rows = rows
         self._given_up = given_up
-        self._data = data
-        self._divided = int(data is not None)
+        self._divided = int(self._data is not None)
         # All ranks agree on the same in the same order, and so forget the same.
         self._agreed: Latest[tuple[int, ...], _Kept] = Latest()
         # The plans that this rank expects, whatever the others do.

@@ -77,7 +77,7 @@ class MultiController:
         group: dist.ProcessGroup,
     ) -> None:
         self.planner = planner
-        data, setup, device = definition.data, definition.setup, device_of(group)
+        setup, device = definition.setup, device_of(group)
         self._rank = group.rank()
         self._process = os.getpid()
         self._steps = 0
@@ -98,7 +98,7 @@ class MultiController:
         # None of these refers to this object: a cycle would keep threads, connections and code
         # until the garbage collector comes by.
         watch_store = dist.PrefixStore("fpipe", store_to_ask())
-        dims = () if data is None else data.dims
+        dims = () if definition.data is None else definition.data.dims
         rows = self._rows = rows_of(group, store, self._lines.timeout, dims)
         self._watch = Watch(
             watch_store,
@@ -130,9 +130,8 @@ class MultiController:
         self._calls = Calls(
             planner,
             reader,
-            definition.schedule,
+            definition,
             self._control,
-            rank=self._rank,
             device=device,
             setup=setup,
             prepare=partial(_open, self._transports),
@@ -140,7 +139,6 @@ class MultiController:
             pipeline=self._group_name,
             rows=rows,
             given_up=self._watch.gives_up,
-            data=data,
         )
 
     def _connected(self, kind: type[GroupTransport], device: torch.device) -> GroupTransport:
