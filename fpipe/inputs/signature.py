@@ -98,8 +98,6 @@ class TreeShape(NamedTuple):
 
     def with_data(self, device: torch.device) -> TreeShape:
         """The same shapes, on `device` where they lie on the meta device, which has no data."""
-        if not any(leaf.device.type == "meta" for leaf in self.leaves):
-            return self
         return self._replace(
             leaves=tuple(
                 leaf._replace(device=device) if leaf.device.type == "meta" else leaf
@@ -126,11 +124,6 @@ class Signature(NamedTuple):
     kinds: tuple[int, ...]
     batch: tuple[TreeShape, ...]
     ambient: Ambient
-
-    @property
-    def division(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """As `SplitBatch.division`."""
-        return self.rows, self.kinds
 
     def sizes(self) -> list[int]:
         """The rows of a microbatch of each kind; one where a replica has none."""
@@ -268,8 +261,8 @@ def difference(before: Signature, now: Signature) -> str:
     kinds, known = (
         set(zip(signature.sizes(), signature.batch, strict=True)) for signature in (now, before)
     )
-    turned = sum(before.rows) == sum(now.rows) and before.division != now.division
-    if turned and kinds <= known:
+    divisions = {(signature.rows, signature.kinds) for signature in (now, before)}
+    if sum(before.rows) == sum(now.rows) and len(divisions) > 1 and kinds <= known:
         return "microbatches of these shapes come in another order or number"
     # A new microbatch is compared with the one that was in its place; where a batch was split
     # evenly, the bigger one comes first.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,9 +116,6 @@ class _Gathers:
         self._whole: dict[ParamValue, Computed] = {}
         self._arriving: dict[Computed, Task] = {}
 
-    def _is_divided(self, value: Value) -> TypeGuard[ParamValue]:
-        return isinstance(value, ParamValue) and (value.stage, value.leaf) in self._replicas.divided
-
     def reshard(self, stage: int) -> Iterator[Task]:
         """Let the leaves of a stage go: what reads them from here on gathers them again."""
         for value in [value for value in self._whole if value.stage == stage]:
@@ -184,18 +181,18 @@ class _Gathers:
 
     def read(self, task: Task) -> Iterator[Task]:
         """A task with whole leaves in place of parts, behind those that bring them."""
+        divided = self._replicas.divided
         inputs: list[Value] = []
         for value in task.inputs:
-            if isinstance(value, ParamValue) and self._is_divided(value):
-                if self._placement[value.stage] != self._rank:
-                    inputs.append(Computed(value.stage, 0, f"gathered 0 of leaf {value.leaf}"))
-                    continue
+            if not isinstance(value, ParamValue) or (value.stage, value.leaf) not in divided:
+                inputs.append(value)
+            elif self._placement[value.stage] != self._rank:
+                inputs.append(Computed(value.stage, 0, f"gathered 0 of leaf {value.leaf}"))
+            else:
                 if value not in self._whole:
                     yield from self.unshard(value.stage)
                 yield from self._await(self._whole[value])
                 inputs.append(self._whole[value])
-            else:
-                inputs.append(value)
         yield task._replace(inputs=tuple(inputs))
 
 

@@ -96,7 +96,7 @@ def tasks_of(
     return Tasks(tuple(rows), sums)
 
 
-def _codes_of(schedule: Schedule, codes: Codes) -> Iterator[tuple[int, int, StageCode]]:
+def distinct_codes(schedule: Schedule, codes: Codes) -> Iterator[tuple[int, int, StageCode]]:
     """Each code of each stage, with the first microbatch that it runs."""
     for stage in range(schedule.num_stages):
         known: set[int] = set()
@@ -110,7 +110,7 @@ def _codes_of(schedule: Schedule, codes: Codes) -> Iterator[tuple[int, int, Stag
 def _specs_of_sums(schedule: Schedule, codes: Codes) -> dict[SumValue, Spec]:
     """The shape and dtype of each sum of gradients by parameters, whoever adds to it."""
     specs: dict[SumValue, Spec] = {}
-    for stage, _, code in _codes_of(schedule, codes):
+    for stage, _, code in distinct_codes(schedule, codes):
         for source, entry in code.sums.items():
             if isinstance(source, Param):
                 specs.setdefault(_sum_of(stage, source), code.specs[entry.start])
@@ -122,7 +122,7 @@ def parameters_read(
 ) -> dict[int, list[ParamValue]]:
     """The parameters that the code of each stage reads, in order, whatever microbatches run."""
     read: dict[int, dict[ParamValue, None]] = {}
-    for stage, microbatch, code in _codes_of(schedule, codes):
+    for stage, microbatch, code in distinct_codes(schedule, codes):
         for name in dict.fromkeys(name for piece in code.pieces.values() for name in piece.inputs):
             value = resolve(stage, microbatch, name)
             if isinstance(value, ParamValue):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fpipe.graph.joint import Param, Sum
 from fpipe.inputs.signature import Spec
 from fpipe.program.replica_layout import Replicas
-from fpipe.program.tasks import Tasks
+from fpipe.program.tasks import Tasks, distinct_codes
 from fpipe.program.values import Codes, Computed, SumValue, Task, Value, adding
 from fpipe.schedule import Schedule
 from fpipe.spec.objective import Sink
@@ -131,13 +131,11 @@ def _in_one_order(rows: Sequence[list[Task]]) -> Iterator[tuple[int, Task]]:
 def _reading_stages(schedule: Schedule, codes: Codes) -> dict[int, set[int]]:
     """The stages that read each leaf of shared parameters."""
     readers: dict[int, set[int]] = defaultdict(set)
-    for stage in range(schedule.num_stages):
-        every = [codes(stage, microbatch) for microbatch in range(schedule.num_microbatches)]
-        for code in {id(each): each for each in every}.values():
-            for name in (name for piece in code.pieces.values() for name in piece.inputs):
-                source = code.sources.get(name)
-                if isinstance(source, Param):
-                    readers[source.leaf].add(stage)
+    for stage, _, code in distinct_codes(schedule, codes):
+        for name in (name for piece in code.pieces.values() for name in piece.inputs):
+            source = code.sources.get(name)
+            if isinstance(source, Param):
+                readers[source.leaf].add(stage)
     return readers
 
 
