@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fpipe.pieces.boxed import Boxed
 from fpipe.program.program import Compute, Program
-from fpipe.program.replica_collectives import UnderWay, begins, waits
+from fpipe.program.replica_collectives import Begin, UnderWay, Wait
+from fpipe.program.step_timelines import Marks
 from fpipe.schedule import Action, Op
 from fpipe.schedule.action import SHARDING_OPS
 
@@ -33,7 +34,7 @@ def instrument(program: Program, wrap: Wrap) -> Program:
     )
 
 
-def timed(marks: dict[Action, tuple[float, float]], *, alone: bool = False) -> Wrap:
+def timed(marks: Marks, *, alone: bool = False) -> Wrap:
     """Write start and end of each action into `marks`, in seconds of the host's monotonic clock.
 
     On CUDA what was computed before is waited for, with the messages that it read, and the action,
@@ -47,20 +48,20 @@ def timed(marks: dict[Action, tuple[float, float]], *, alone: bool = False) -> W
 
     def wrap(call: Boxed, action: Action) -> Boxed:
         # A collective is shown where it is begun, and other actions run until it is waited for.
-        ends_later = waits(call)
+        ends_later = isinstance(call, Wait)
         whole = alone and action.op in SHARDING_OPS
 
         def timed_call(inputs: list[Tensor]) -> Sequence[Tensor]:
             _await(inputs)
             start = perf_counter()
             outputs = call(inputs)
-            if whole and begins(call):
+            if whole and isinstance(call, Begin):
                 _await([value.wait() for value in outputs if isinstance(value, UnderWay)])
             else:
                 _await(outputs)
             end = perf_counter()
             if whole:
-                if begins(call):
+                if isinstance(call, Begin):
                     marks[action] = (marks.get(action, (start, end))[0], end)
                 return outputs
             # Parts of a gradient that several stages have are added up one by one; the parameters
@@ -92,9 +93,7 @@ def labelled(call: Boxed, action: Action) -> Boxed:
     return labelled_call
 
 
-def observed(
-    program: Program, marks: dict[Action, tuple[float, float]] | None, *, alone: bool = False
-) -> Program:
+def observed(program: Program, marks: Marks | None, *, alone: bool = False) -> Program:
     """`program` as whoever is looking needs it: recorded, profiled, both or neither.
 
     Args:

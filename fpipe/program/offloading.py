@@ -10,7 +10,7 @@ once, and goes with its last reader.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -21,7 +21,7 @@ from torch import Tensor
 from fpipe.inputs.host_memory import CPU, empty_on_the_cpu
 from fpipe.inputs.signature import Spec
 from fpipe.program.tasks import Tasks
-from fpipe.program.values import NOTHING, Computed, ParamValue, SumValue, Task, Value
+from fpipe.program.values import NOTHING, Computed, ParamValue, SumValue, Task, Value, kernel_task
 from fpipe.schedule import Action, Op
 
 _STREAMS: Final[dict[torch.device, torch.cuda.Stream]] = {}
@@ -96,7 +96,7 @@ class _Copies:
                     yield self._store(total, value, sums)
         if row:
             last = Action(row[-1].action.stage, Op.RESHARD, None)
-            yield _task(last, partial(_settle, device), (), (), ())
+            yield kernel_task(partial(_settle, device), last, (), (), ())
 
     def _key(self, value: ParamValue) -> tuple[int, int]:
         return (0 if self.tied else value.stage), value.leaf
@@ -112,27 +112,16 @@ class _Copies:
         self.there[key] = copy
         device = self.offloading.devices[self.rank]
         spec = self.offloading.params[value.stage][value.leaf]
-        call = partial(_bring, device)
-        yield _task(Action(stage, Op.UNSHARD, None), call, (value,), (copy,), (spec,), spec.nbytes)
+        action = Action(stage, Op.UNSHARD, None)
+        yield kernel_task(partial(_bring, device), action, (value,), (copy,), (spec,), spec.nbytes)
 
     def _store(self, total: SumValue, value: Computed, sums: dict[SumValue, Value]) -> Task:
         """The copy of a gradient on the CPU."""
         which = f"{total.leaf} of stage {total.stage}, {total.microbatch}"
         stored = sums[total] = Computed(value.stage, 0, f"gradient of leaf {which}, on the CPU")
-        call = partial(_store, self.offloading.pins)
+        kernel = partial(_store, self.offloading.pins)
         action = Action(value.stage, Op.REDUCE_GRAD, None)
-        return _task(action, call, (value,), (stored,), (NOTHING,))
-
-
-def _task(
-    action: Action,
-    call: Callable[[list[Tensor]], list[Tensor]],
-    inputs: tuple[Value, ...],
-    outputs: tuple[Computed, ...],
-    specs: tuple[Spec, ...],
-    needed: int = 0,
-) -> Task:
-    return Task(action, lambda: call, inputs, outputs, specs, lambda handed: needed)
+        return kernel_task(kernel, action, (value,), (stored,), (NOTHING,))
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from fpipe.inputs.signature import Spec
-from fpipe.pieces.boxed import Boxed
 from fpipe.program.async_collectives import (
     ReductionUnderWay,
     UnderWay,
@@ -31,7 +30,7 @@ from fpipe.program.async_collectives import (
 )
 from fpipe.program.program import Compute, Program
 from fpipe.program.replica_layout import Replicas, buckets
-from fpipe.program.values import Computed, ParamValue, SumValue, Task, Value
+from fpipe.program.values import Computed, ParamValue, SumValue, Task, Value, kernel_task
 from fpipe.schedule import Action, Op
 from fpipe.spec.data import Group
 
@@ -86,16 +85,6 @@ def collectives_of(program: Program) -> list[str]:
     """The collectives of a rank's replicas, in order: the same on all of them."""
     kernels = (step.call for step in program.instructions if isinstance(step, Compute))
     return [kernel.text for kernel in kernels if isinstance(kernel, Begin)]
-
-
-def begins(call: Boxed) -> bool:
-    """Whether a kernel begins a collective."""
-    return isinstance(call, Begin)
-
-
-def waits(call: Boxed) -> bool:
-    """Whether a kernel waits for a collective that another one has begun."""
-    return isinstance(call, Wait)
 
 
 class _Gathers:
@@ -159,25 +148,14 @@ class _Gathers:
         wholes = [Computed(stage, 0, f"gathered {number} of leaf {leaf}") for leaf in leaves]
         specs = tuple(Spec(division.whole, dtype) for division in packed.divisions)
         begin = Begin(packed.pack_parts, partial(all_gather, group), f"{action} {flat}")
-        arrive = Task(
-            action,
-            lambda: Wait(packed.unpack_wholes),
-            (gathering,),
-            tuple(wholes),
-            specs,
-            lambda handed: max(0, sum(spec.nbytes for spec in specs) - shard.nbytes),
-        )
+        nbytes = max(0, sum(spec.nbytes for spec in specs) - shard.nbytes)
+        wait = Wait(packed.unpack_wholes)
+        arrive = kernel_task(wait, action, (gathering,), tuple(wholes), specs, nbytes)
         for leaf, whole in zip(leaves, wholes, strict=True):
             self._whole[ParamValue(stage, leaf)] = whole
             self._arriving[whole] = arrive
-        return Task(
-            action,
-            lambda: begin,
-            tuple(ParamValue(stage, leaf) for leaf in leaves),
-            (gathering,),
-            (under_way,),
-            lambda handed: under_way.nbytes,
-        )
+        shards = tuple(ParamValue(stage, leaf) for leaf in leaves)
+        return kernel_task(begin, action, shards, (gathering,), (under_way,), under_way.nbytes)
 
     def read(self, task: Task) -> Iterator[Task]:
         """A task with whole leaves in place of parts, behind those that bring them."""
@@ -328,18 +306,11 @@ class Reductions:
         self._reduced.update(zip(totals, after, strict=True))
         # The collective's input is freed when it has ended.
         nbytes = max(0, sum(s.nbytes for s in locals_) - under_way.nbytes + result.nbytes)
-        arrive = Task(
-            action,
-            lambda: wait,
-            (reducing, *before),
-            tuple(after),
-            locals_,
-            lambda handed: nbytes,
-        )
+        arrive = kernel_task(wait, action, (reducing, *before), tuple(after), locals_, nbytes)
         self._under_way.setdefault(stage, []).append(arrive)
         # The sums go as they are packed, before there is a result.
         held = under_way.nbytes - (result.nbytes if divided else 0)
-        return Task(action, lambda: begin, inputs, (reducing,), (under_way,), lambda handed: held)
+        return kernel_task(begin, action, inputs, (reducing,), (under_way,), held)
 
     def _over(
         self, group: Group, size: int, usual: Callable[[Group, Tensor], UnderWay]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from itertools import accumulate
 from math import inf
@@ -139,9 +139,7 @@ def aligned(rows: Sequence[tuple[Clock, Marks]]) -> list[Marks]:
     return shifted
 
 
-def timeline_of(
-    schedule: Schedule, marks: Sequence[Mapping[Action, tuple[float, float]]]
-) -> Timeline:
+def timeline_of(schedule: Schedule, marks: Sequence[Marks]) -> Timeline:
     """Put the marks of all ranks together.
 
     An action that had nothing to compute, such as the input gradient of a stage that has no

@@ -26,6 +26,7 @@ from fpipe.program.values import (
     SumValue,
     Task,
     Value,
+    kernel_task,
 )
 from fpipe.schedule import Action, Op, Schedule
 
@@ -140,12 +141,11 @@ def _update(
         outputs.append(updates[total])
     sizes = tuple(specs.get(tasks.sums[total], NOTHING) for total in totals)
     leaves = tuple((total.stage, total.leaf) for total in totals)
-    needed = sum(spec.nbytes for spec in sizes)
-    return Task(
+    return kernel_task(
+        Update(leaves, settles),
         Action(stage, Op.UPDATE, None),
-        lambda: Update(leaves, settles),
         tuple(inputs),
         tuple(outputs),
         sizes,
-        lambda handed: needed,
+        sum(spec.nbytes for spec in sizes),
     )

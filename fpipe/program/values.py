@@ -230,9 +230,21 @@ NOTHING: Final = Spec((0,), torch.float32)
 """The spec of a value that takes no memory on the rank's device."""
 
 
+def kernel_task(
+    kernel: Boxed,
+    action: Action,
+    inputs: tuple[Value, ...],
+    outputs: tuple[Computed, ...],
+    specs: tuple[Spec, ...],
+    needed: int = 0,
+) -> Task:
+    """The task that runs a kernel which need not be compiled, and needs so many bytes in all."""
+    return Task(action, lambda: kernel, inputs, outputs, specs, lambda handed: needed)
+
+
 def update_of(action: Action) -> Task:
     """The place of an UPDATE, which computes nothing yet."""
-    return Task(action, lambda: _nothing, (), (), (), lambda handed: 0)
+    return kernel_task(_nothing, action, (), (), ())
 
 
 def _nothing(values: list[Tensor]) -> list[Tensor]:
@@ -259,14 +271,8 @@ def adding(
         kept = Spec(tuple(folded.shape), folded.dtype)
     # A new tensor each time, beside the one before it.
     needed = spec.nbytes * min(2, len(parts) - (fold is None))
-    return Task(
-        Action(total.stage, Op.REDUCE_GRAD, None),
-        lambda: partial(_add_up, fold),
-        parts,
-        (total,),
-        (kept,),
-        lambda handed: needed,
-    )
+    action = Action(total.stage, Op.REDUCE_GRAD, None)
+    return kernel_task(partial(_add_up, fold), action, parts, (total,), (kept,), needed)
 
 
 def _add_up(fold: Callable[[Tensor], Tensor] | None, values: list[Tensor]) -> list[Tensor]:

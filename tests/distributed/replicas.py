@@ -30,7 +30,7 @@ import fpipe
 from fpipe import Schedule, dtensors, pytree
 from fpipe.program import async_collectives
 from fpipe.program.program import Compute
-from fpipe.program.replica_collectives import begins, waits
+from fpipe.program.replica_collectives import Begin, Wait
 from tests.distributed.crew import Outcome, attempt, mesh_of
 from tests.distributed.traps import Trap
 from tests.meter import Meter
@@ -427,7 +427,7 @@ def stages_under_reduction(group: Any, schedule: Schedule) -> int:
     most = 0
     for one in program.instructions:
         if isinstance(one, Compute) and one.action.op == fpipe.Op.REDUCE_GRAD:
-            under_way[one.action.stage] += begins(one.call) - waits(one.call)
+            under_way[one.action.stage] += isinstance(one.call, Begin) - isinstance(one.call, Wait)
             most = max(most, sum(number > 0 for number in under_way.values()))
     assert not under_way.total()
     return most
