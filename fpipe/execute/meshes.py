@@ -32,10 +32,10 @@ from fpipe.execute.header import digest, identity
 from fpipe.execute.sample import COPIED, Sample, unlike
 from fpipe.inputs.signature import Signature
 from fpipe.plan.plan import Plan
-from fpipe.plan.replicated import gathered
 from fpipe.program.interpreter import Run
 from fpipe.program.program import Program
 from fpipe.program.replica_collectives import collectives_of
+from fpipe.program.replica_layout import gathered
 from fpipe.spec.data import Data
 from fpipe.transport.connect import connect, wake
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -31,13 +30,12 @@ from fpipe.inputs.signature import (
 from fpipe.live_line import working
 from fpipe.plan.codes import StageCode
 from fpipe.plan.plan import Latest, Plan
-from fpipe.plan.replicated import gathered, replicas_of
 from fpipe.plan.stage_compiler import CompiledStages, StageCompiler
 from fpipe.program.lower import lower
 from fpipe.program.offloading import Offloading
 from fpipe.program.order import lower_for_group
 from fpipe.program.program import Program
-from fpipe.program.replica_layout import Replicas
+from fpipe.program.replica_layout import Replicas, gathered, replicas_of
 from fpipe.program.values import Codes
 from fpipe.schedule import Op, Schedule
 from fpipe.schedule.families.evaluation import forwards_of
@@ -167,9 +165,11 @@ class Planner:
             self._stage_compiler.compiling(),
         ):
             programs = lowered() if self._rank is None else lower_for_group(lowered, schedule)
-        plan = self._with_weights(schedule, programs, compiled, signature)
-        plan = replace(
-            plan,
+        plan = self._with_weights(
+            schedule,
+            programs,
+            compiled,
+            signature,
             over_meshes=any(any(placements_of(spec)) for spec in specs),
             clips=goal == "clip" and self._data is None and not late,
         )
@@ -246,6 +246,9 @@ class Planner:
         programs: tuple[Program, ...],
         compiled: CompiledStages,
         signature: Signature,
+        *,
+        over_meshes: bool,
+        clips: bool,
     ) -> Plan:
         rows = signature.rows
         chains = [compiled.chains[kind] for kind in signature.kinds]
@@ -280,6 +283,8 @@ class Planner:
             frozen=compiled.frozen,
             data=self._data,
             averages=weighted,
+            over_meshes=over_meshes,
+            clips=clips,
         )
 
     def _chosen(self, ones: Tensor) -> Tensor:
