@@ -13,6 +13,7 @@ as the remat policy likes.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import isfunction
 from typing import Any, NamedTuple
@@ -176,12 +177,8 @@ class Recorder:
         def flat(arguments: list[Any]) -> list[Tensor]:
             numberings.clear()
             labels.cuts.clear()
-            with noting(labels.cut):
-                if self.keyed:
-                    with OpenAttention():
-                        value = self._called(params, batch, arguments)
-                else:
-                    value = self._called(params, batch, arguments)
+            with noting(labels.cut), OpenAttention() if self.keyed else nullcontext():
+                value = self._called(params, batch, arguments)
             taken, numbering = self._taken(value, params, goal)
             numberings.append(numbering)
             return taken

@@ -7,7 +7,7 @@ stays out of traces, and sees the steps of uncompiled stages.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
 
@@ -42,7 +42,7 @@ class Ambient(NamedTuple):
 
 def ambient(modes: Hashable = None) -> Ambient:
     """The settings as they are now, where the definition has these modes."""
-    casts = tuple([(kind, torch.get_autocast_dtype(kind)) for kind in casting()])
+    casts = tuple([(kind, dtype) for kind, enabled, dtype in autocasts() if enabled])
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     # As torch.get_default_device does, which takes ten times as long to say it.
     device = torch.empty(0).device
@@ -51,11 +51,6 @@ def ambient(modes: Hashable = None) -> Ambient:
 
 _KINDS: Final = ("cpu", "cuda")
 """The kinds of devices that have an autocast."""
-
-
-def casting() -> list[str]:
-    """The kinds of device under autocast."""
-    return [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
 
 
 def autocasts() -> tuple[tuple[str, bool, torch.dtype], ...]:
@@ -77,16 +72,11 @@ def cast_as(then: tuple[tuple[str, bool, torch.dtype], ...]) -> Iterator[None]:
 
 def without_autocast() -> AbstractContextManager[Any]:
     """Disable autocast: the traced graph already contains its casts."""
-    kinds = casting()
-    return _without(kinds) if kinds else nullcontext()
-
-
-@contextmanager
-def _without(kinds: Sequence[str]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    now = autocasts()
+    on = [kind for kind, enabled, _ in now if enabled]
+    if not on:
+        return nullcontext()
+    return cast_as(tuple((kind, False, dtype) for kind, _, dtype in now))
 
 
 def current(device: torch.device | None) -> AbstractContextManager[Any]:

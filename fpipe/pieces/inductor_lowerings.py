@@ -47,26 +47,15 @@ class _Lane:
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def __add__(self, other: Any) -> _Lane:
-        return self._with("add", other)
-
-    def __and__(self, other: Any) -> _Lane:
-        return self._with("bitwise_and", other)
-
-    def __or__(self, other: Any) -> _Lane:
-        return self._with("bitwise_or", other)
-
-    def __xor__(self, other: Any) -> _Lane:
-        return self._with("bitwise_xor", other)
-
-    def __lshift__(self, other: Any) -> _Lane:
-        return self._with("bitwise_left_shift", other)
-
-    def __rshift__(self, other: Any) -> _Lane:
-        return self._with("bitwise_right_shift", other)
-
     def _with(self, name: str, other: Any) -> _Lane:
         from torch._inductor.virtualized import ops
 
         value = other.value if isinstance(other, _Lane) else ops.constant(other, torch.int64)
         return _Lane(getattr(ops, name)(self.value, value))
+
+    __add__ = functools.partialmethod(_with, "add")
+    __and__ = functools.partialmethod(_with, "bitwise_and")
+    __or__ = functools.partialmethod(_with, "bitwise_or")
+    __xor__ = functools.partialmethod(_with, "bitwise_xor")
+    __lshift__ = functools.partialmethod(_with, "bitwise_left_shift")
+    __rshift__ = functools.partialmethod(_with, "bitwise_right_shift")
