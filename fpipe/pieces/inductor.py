@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partialmethod
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,11 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe.graph.nodes import Layout, is_on_cpu, lay_out, layouts_of, unlike
 from fpipe.graph.rewrites import copy_of, with_uniform_draws
-from fpipe.pieces import inductor_lowerings, kernel_cache
+from fpipe.pieces import kernel_cache
 from fpipe.pieces.boxed import Boxed, relaid
 from fpipe.pieces.onednn_products import blas_is_slow, with_onednn
 from fpipe.pieces.side_by_side import deferred
 from fpipe.pieces.wgrad_sums import choose_measured, with_wgrad_kernel
+from fpipe.random.threefry import written_out
 from fpipe.torch_internals import make_shape_env
 
 # Checks of sizes cost a microsecond an input; strides are settled at each stage boundary instead.
@@ -107,7 +109,7 @@ def _by_inductor(
     """
     from torch._inductor import config as inductor_config
 
-    inductor_lowerings.register()
+    _register()
     others: list[int] = []
     lying: list[list[Layout | None]] = []
     counts: list[int] = []
@@ -229,3 +231,56 @@ def _kept(examples: Sequence[Tensor]) -> list[Tensor]:
 def module_of(graph: fx.Graph) -> fx.GraphModule:
     """A module of a graph that has no attributes."""
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+# ── operations of fpipe's own ───────────────────────────────────────────────────────────────────
+
+
+@cache
+def _register() -> None:
+    """Tell Inductor, once, how to write the operations of fpipe's own into its loops.
+
+    An operation of a graph stays one until a loop is written: written out before, a draw from a key
+    would be 160 operations, of which each takes Inductor longer than the machine a million.
+    """
+    from torch._inductor.lowering import make_pointwise, register_lowering
+
+    first, second = (make_pointwise(_word(number)) for number in range(2))
+
+    def lowered(*words: Any) -> tuple[Any, Any]:
+        return first(*words), second(*words)
+
+    register_lowering(
+        torch.ops.fpipe.threefry2x32.default, broadcast=True, type_promotion_kind=None
+    )(lowered)
+
+
+def _word(number: int) -> Callable[..., Any]:
+    """The function of four words that gives one of the two."""
+
+    def word(*words: Any) -> Any:
+        lanes: Any = map(_Lane, words)
+        made: Any = written_out(*lanes)
+        return made[number].value
+
+    return word
+
+
+class _Lane:
+    """A word of 64 bits of a loop that is being written."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def _with(self, name: str, other: Any) -> _Lane:
+        from torch._inductor.virtualized import ops
+
+        value = other.value if isinstance(other, _Lane) else ops.constant(other, torch.int64)
+        return _Lane(getattr(ops, name)(self.value, value))
+
+    __add__ = partialmethod(_with, "add")
+    __and__ = partialmethod(_with, "bitwise_and")
+    __or__ = partialmethod(_with, "bitwise_or")
+    __xor__ = partialmethod(_with, "bitwise_xor")
+    __lshift__ = partialmethod(_with, "bitwise_left_shift")
+    __rshift__ = partialmethod(_with, "bitwise_right_shift")
