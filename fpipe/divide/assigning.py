@@ -192,10 +192,6 @@ def _views_made_again(
     reads it next, the second copy carries that node's label although the gradient came along an
     edge.
 
-    Args:
-        nodes: of the graph, in order.
-        entering: the gradients that come to each of autograd's nodes.
-
     Returns:
         The first of each.
     """

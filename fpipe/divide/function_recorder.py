@@ -284,13 +284,7 @@ class Recorder:
 
 
 def draw_from_keys(name: str, graph: fx.Graph, key: Tensor, mode: FakeTensorMode) -> list[fx.Node]:
-    """Replace the ops that draw.
-
-    Args:
-        name: the function in messages.
-        graph: changed in place.
-        key: a fake one.
-        mode: the fake-tensor mode of the graph's values.
+    """Replace the ops of a graph that draw, in place.
 
     Returns:
         The placeholder of the key of each op that drew, in their order; they follow the others.

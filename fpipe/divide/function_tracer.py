@@ -290,11 +290,7 @@ def move(
 
 
 def likeness(segment: Segment) -> Hashable:
-    """Equal for segments of one function whose graphs differ only in the names of their sources.
-
-    Args:
-        segment: a stage of the function.
-    """
+    """Equal for segments of one function whose graphs differ only in the names of their sources."""
     placeholders = segment.graph.find_nodes(op="placeholder")
     return (
         fingerprint(segment.graph),
@@ -319,13 +315,7 @@ def _checkpoints(graph: fx.Graph) -> tuple[tuple[int, bool] | None, ...]:
 
 
 def seen_from(joint: Joint, other: Segment, segment: Segment) -> Joint:
-    """The finished graph of a segment, made from that of one like it.
-
-    Args:
-        joint: of the other segment.
-        other: that segment.
-        segment: this one.
-    """
+    """The finished graph of a segment, made from `joint`, that of the other, which is like it."""
     names = dict(zip(other.sources.values(), segment.sources.values(), strict=True))
     names |= dict(zip(other.owed, segment.owed, strict=True))
 

@@ -197,13 +197,10 @@ class Calls:
     def announce(self, request: Request, goal: Goal, name: str | None = None) -> Call:
         """Read what this rank was called with, and tell the others.
 
+        `name` says what was called, if not the method of the goal.
+
         The frames from here outwards are behind the traceback of what is wrong with it. One that
         had a name for that when it is left would keep itself, the pipeline and the batch.
-
-        Args:
-            request: of this rank.
-            goal: what is asked for.
-            name: what was called, if not the method of the goal.
         """
         arguments, problem = self._attempt(request)
         try:

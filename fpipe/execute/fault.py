@@ -24,13 +24,9 @@ def refusal(rank: int | None, text: str) -> PipelineError:
 def check_problems(
     deed: str, texts: Sequence[str | None], this_rank: int, problem: Exception | None
 ) -> None:
-    """Refuse what a rank cannot do.
+    """Refuse what a rank cannot do, a `deed` such as "run this step".
 
-    Args:
-        deed: what it cannot do.
-        texts: of each rank what is wrong there, None if nothing is.
-        this_rank: the number of this rank.
-        problem: what is wrong on this rank, if anything is.
+    The texts say why, of each rank that cannot; `problem` is what is wrong on this one.
 
     Raises:
         PipelineError: about this rank if it has a problem, which is the cause, else about the first

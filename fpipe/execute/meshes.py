@@ -67,11 +67,7 @@ def places_in(signature: Signature) -> list[Placed]:
 
 
 def check_meshes(signature: Signature, pipeline: str) -> None:
-    """Refuse DTensors over another mesh than the pipeline's.
-
-    Args:
-        signature: of a call.
-        pipeline: the name of the process group of its ranks.
+    """Refuse DTensors over another mesh than that of the pipeline, named by its process group.
 
     Raises:
         BatchError: says which mesh, and what to do.
@@ -94,15 +90,7 @@ def facts_of(
     setup: Mapping[str, str],
     copies: Callable[[], Sample],
 ) -> Facts:
-    """Collect the facts about a step that a row has not taken before.
-
-    Args:
-        signature: of the step.
-        plan: of the step.
-        program: that this process runs.
-        setup: digests of the options of the pipeline, by name.
-        copies: reads numbers of the parameters that replicas must have alike.
-    """
+    """Collect the facts about a step that a row has not taken before."""
     batch = {"a batch of another shape": repr((signature.rows, signature.batch))}
     texts = {
         "another call": signature.goal,
@@ -291,11 +279,7 @@ def rows_of(
 ) -> Rows | None:
     """The rows of the mesh that the group of a pipeline's ranks was made with, if it has several.
 
-    Args:
-        group: of the ranks of this process's row.
-        store: which all processes ask.
-        timeout: as for `Rows`.
-        data: as for `Rows`.
+    The other arguments are those of `Rows`.
     """
     mesh = whole_mesh(group.group_name)
     if mesh is None or mesh.size() == group.size():
@@ -311,10 +295,6 @@ def agree_on_states(data: Data, run: Run) -> None:
 
     Leaves of floating-point numbers become the mean over replicas, or those of the first as `data`
     says; all others become those of the first. Every process of the mesh must call this.
-
-    Args:
-        data: which dimensions of the mesh hold replicas.
-        run: that has ended, with its states in its slots.
     """
     slots = sorted({slot for _, slot in run.program.results.states})
     values = [run.slots[slot] for slot in slots]

@@ -60,14 +60,7 @@ T = TypeVar("T")
 
 
 class MultiController:
-    """Drives one rank of a pipeline in this process.
-
-    Args:
-        planner: makes plans for the programs of this rank.
-        reader: reads the parameters and batches of calls.
-        definition: of the pipeline.
-        group: the ranks of the pipeline.
-    """
+    """Drives one rank of a pipeline in this process."""
 
     def __init__(
         self,

@@ -47,11 +47,7 @@ class Request(NamedTuple):
 
 
 class Reader:
-    """Reads the arguments of calls, and refuses wrong ones.
-
-    Args:
-        definition: of the pipeline.
-    """
+    """Reads the arguments of calls, and refuses wrong ones."""
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition

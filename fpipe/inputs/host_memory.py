@@ -27,12 +27,7 @@ Keep = Callable[[Tensor], Tensor] | None
 
 
 def empty_on_the_cpu(like: Tensor, *, pin: bool) -> Tensor:
-    """Memory of the CPU for a tensor of this shape and these strides.
-
-    Args:
-        like: on any device, without gaps.
-        pin: page-locked, which takes an accelerator.
-    """
+    """Memory of the CPU for a tensor of this shape and these strides, page-locked or not."""
     shape, stride = like.shape, like.stride()
     return torch.empty_strided(shape, stride, dtype=like.dtype, device=CPU, pin_memory=pin)
 
@@ -78,9 +73,6 @@ class MappedFolder:
 
     def hold(self, value: Tensor) -> Tensor:
         """A copy of a tensor in a file: of its dtype and shape, and dense strides.
-
-        Args:
-            value: on any device.
 
         Raises:
             FpipeError: the file cannot be made, as where the disk is full.

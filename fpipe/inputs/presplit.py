@@ -33,12 +33,6 @@ def microbatches_of(
 ) -> tuple[tuple[optree.PyTreeSpec, ...], list[list[Leaf]]]:
     """The structure of each microbatch, and its leaves.
 
-    Args:
-        leaves: of a batch, flat.
-        spec: its structure, with `Microbatches` in it.
-        in_dims: pytree prefix of one microbatch.
-        microbatches: of the schedule.
-
     Raises:
         BatchError: there are more or fewer, or they differ in more than shape.
     """

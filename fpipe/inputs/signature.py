@@ -159,11 +159,9 @@ def warn_of_other_rows(signature: Signature) -> None:
 
 
 def brought_to(signature: Signature, device: torch.device) -> Signature:
-    """The signature of the same tensors on one device; those without data have none there either.
+    """The signature of the same tensors on one device, but for those that have no data.
 
-    Args:
-        signature: of parameters of which each stage may read any leaf.
-        device: where they are taken to lie.
+    Each stage may read any leaf of the parameters.
     """
     params = (signature.params[0].brought_to(device),) * len(signature.params)
     batch = tuple(shape.brought_to(device) for shape in signature.batch)

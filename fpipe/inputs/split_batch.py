@@ -315,12 +315,7 @@ def merge(
 
 
 def _check_mergeable(shapes: Sequence[Shape], dim: int | None, label: str) -> None:
-    """Refuse values of microbatches that cannot be put together.
-
-    Args:
-        shapes: one per microbatch.
-        dim: in which they may differ; None for none.
-        label: what they are, for the message.
+    """Refuse values of microbatches that differ in another dimension than `dim`.
 
     Raises:
         BatchError: one differs.

@@ -296,12 +296,7 @@ class Unchanging(NamedTuple):
 
 
 def unchanging(joint: Joint, live: Collection[fx.Node]) -> Unchanging:
-    """Find what no microbatch goes into.
-
-    Args:
-        joint: the traced stage.
-        live: the nodes that its pieces may run.
-    """
+    """Find what no microbatch goes into, where pieces may run the `live` nodes."""
     leaving = {joint.nodes[name] for name in (*joint.outputs, *joint.gradients.values())}
     # An op with several results, one of which leaves, runs where that one leaves from.
     leaving |= {node.all_input_nodes[0] for node in leaving if node.target is operator.getitem}

@@ -118,11 +118,7 @@ def codes_of_stages(
 ) -> tuple[StageCode, ...]:
     """Cut every stage of `chain` under its policy and name what connects them.
 
-    Args:
-        chain: the traced stages.
-        trained: for each stage, the caller's leaves whose gradients are collected.
-        policies: the remat policy of each stage.
-        compiler: makes pieces callable.
+    The gradients of the caller's leaves that are `trained` are collected, stage by stage.
     """
     codes: list[StageCode] = []
     # Stages that share a trace share its pieces where the same gradients are wanted of them, under

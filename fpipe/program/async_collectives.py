@@ -100,13 +100,6 @@ def all_reduce(group: Group, flat: Tensor) -> UnderWay:
 
 
 def reduce_by(reduce: Reduce, size: int, group: Group, flat: Tensor) -> ReductionUnderWay:
-    """The user's reduction of a flat tensor.
-
-    Args:
-        reduce: the user's.
-        size: elements of the result: of all of them, or of this replica's part.
-        group: over which it adds up.
-        flat: the sums of this replica.
-    """
+    """The user's reduction of a flat tensor to `size` elements: all, or this replica's part."""
     bucket = flat if size == flat.numel() else flat.view(group.size, size)
     return ReductionUnderWay(reduce, bucket, reduce(bucket, group.handle))

@@ -46,13 +46,7 @@ def plan_mail(
     placement: Sequence[int],
     results: Sequence[Iterable[Value]],
 ) -> Mail:
-    """Find what must travel: every value that a rank reads and another rank computes.
-
-    Args:
-        tasks: the tasks of each rank.
-        placement: the rank of each stage.
-        results: the values that each rank holds at the end.
-    """
+    """Find what must travel: every value that a rank reads and another rank computes."""
     readers: dict[Computed, set[int]] = defaultdict(set)
     for rank, row in enumerate(tasks):
         for task in row:
@@ -134,15 +128,7 @@ class Step(NamedTuple):
 def weave(
     rank: int, row: Sequence[Task], results: Sequence[Value], mail: Mail, windows: Windows
 ) -> list[Step]:
-    """Put posts, waits and sends between the tasks of one rank.
-
-    Args:
-        rank: whose tasks they are.
-        row: the tasks, in order.
-        results: the values that the rank holds at the end.
-        mail: the messages of all ranks.
-        windows: how far communication may run ahead.
-    """
+    """Put posts, waits and sends between the tasks of one rank."""
     reads = [*(task.inputs for task in row), results]
     posts = _post_times(rank, reads, mail, windows)
     arrived: set[Message] = set()

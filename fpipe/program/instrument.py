@@ -94,13 +94,7 @@ def labelled(call: Boxed, action: Action) -> Boxed:
 
 
 def observed(program: Program, marks: Marks | None, *, alone: bool = False) -> Program:
-    """`program` as whoever is looking needs it: recorded, profiled, both or neither.
-
-    Args:
-        program: of one rank.
-        marks: where start and end of its actions are written; None for nowhere.
-        alone: as for `timed`.
-    """
+    """`program` for whoever is looking: recorded into `marks`, profiled, both or neither."""
     if marks is not None:
         program = instrument(program, timed(marks, alone=alone))
     if torch.autograd.profiler._is_profiler_enabled:

@@ -83,12 +83,7 @@ class Ends:
 def assemble(rank: int, steps: Sequence[Step], ends: Ends, *, compiled: bool) -> Program:
     """The program of one rank.
 
-    Args:
-        rank: whose it is.
-        steps: what it does, in order.
-        ends: what it holds afterwards.
-        compiled: whether its kernels are made; one that runs in another process is there to be
-            read.
+    Kernels that are not `compiled` run in another process; the program is there to be read.
     """
     last_use: dict[Value, int] = {}
     for number, step in enumerate(steps):

@@ -45,13 +45,7 @@ class Offloading:
 
 
 def with_copies(tasks: Tasks, offloading: Offloading, *, tied: bool) -> Tasks:
-    """The tasks with copies of what lives on the CPU, and gradients that come to lie there.
-
-    Args:
-        tasks: of a step, or of a forward.
-        offloading: what lives on the CPU, and where ranks compute.
-        tied: stages number the leaves of one tree of parameters.
-    """
+    """The tasks with copies of what lives on the CPU, and gradients that come to lie there."""
     sums = dict(tasks.sums)
     rows = [
         list(_Copies(rank, offloading, tied=tied).row(row, tasks.sums, sums))

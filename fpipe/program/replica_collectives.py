@@ -183,12 +183,7 @@ def with_gathers(
 ) -> list[Task]:
     """The tasks of a rank in which those that read divided leaves read them whole.
 
-    Args:
-        row: the tasks of the rank, with the UNSHARD and RESHARD of its schedule between them.
-        rank: whose they are.
-        placement: the rank of each stage.
-        replicas: how leaves are divided.
-        leaves: of each stage, those that are divided and read by anyone.
+    The `leaves` of each stage are those that are divided and read by anyone.
     """
     gathers = _Gathers(rank, placement, replicas, leaves)
     tasks: list[Task] = []

@@ -41,13 +41,7 @@ def tie(
     all get the same bits, or by the first of them alone. A rank that reads it where no gradient
     flows gets the sum too, or its copy would stay what it was.
 
-    Args:
-        tasks: of a function that was cut.
-        schedule: of the tasks.
-        codes: the code of each stage and microbatch.
-        sink: whether microbatches are summed, and what is kept of the sums.
-        everywhere: on every rank that reads the parameter, unless the sink gives all ranks all.
-        replicas: among which gradients have been added up, and perhaps divided.
+    `everywhere` chooses the former, unless the sink gives all ranks all.
     """
     stages_of: dict[Gradient, list[int]] = defaultdict(list)
     for total in sorted(tasks.sums):
@@ -154,11 +148,7 @@ def _holders_of(
 ) -> dict[int, int]:
     """The ranks that get the gradient of a shared leaf, each with a stage that stands for it.
 
-    Args:
-        leaf: of the parameters.
-        stages: those that have a part of the gradient, in order.
-        reading: the stages that read each leaf, all of whose ranks get it; None for one rank.
-        schedule: of the stages.
+    Where it is known which stages are `reading` each leaf, the ranks of all of them get it.
     """
     if reading is None:
         return {schedule.placement[stages[0]]: stages[0]}

@@ -70,14 +70,7 @@ def with_updates(
     *,
     settles: bool = False,
 ) -> tuple[Tasks, Updates]:
-    """The tasks with the optimizer's step of each parameter that has a sum of gradients.
-
-    Args:
-        tasks: with the place of each UPDATE.
-        schedule: whose they are.
-        late: as for `lower`.
-        settles: as for `Update`.
-    """
+    """The tasks with the optimizer's step of each parameter that has a sum of gradients."""
     specs: dict[Value, Spec] = {
         value: spec
         for row in tasks.rows

@@ -132,11 +132,7 @@ Value = (
 
 
 class Resolver:
-    """Follows names to values.
-
-    Args:
-        codes: the code of each stage and microbatch.
-    """
+    """Follows names to values."""
 
     def __init__(self, codes: Codes) -> None:
         self._codes = codes
@@ -257,14 +253,7 @@ def adding(
     spec: Spec,
     fold: Callable[[Tensor], Tensor] | None = None,
 ) -> Task:
-    """The task that adds up parts of a gradient.
-
-    Args:
-        total: the sum.
-        parts: of it, in order.
-        spec: of each part.
-        fold: what is kept of the sum; None for all of it.
-    """
+    """The task that adds up parts of a gradient in order, and keeps what `fold` does of them."""
     kept = spec
     if fold is not None:
         folded = fold(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))

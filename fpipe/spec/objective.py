@@ -54,9 +54,7 @@ class Trainable:
     def flags(self, specs: Sequence[optree.PyTreeSpec], *, shared: bool) -> Flags:
         """Whether each leaf is trained.
 
-        Args:
-            specs: the structure of each stage's parameters.
-            shared: every stage sees the whole tree, which the choice is about.
+        Stages whose parameters are `shared` see the whole tree, which the choice is about.
 
         Raises:
             BatchError: the choice is no prefix of the parameters, or None for one of them.

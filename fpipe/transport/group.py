@@ -257,9 +257,6 @@ class Buffers:
     stage returned, or in the autograd graph of the caller, whose references Python does not count.
     So the pool lends an alias, a new tensor on memory that the pool owns, and counts the references
     to that memory.
-
-    Args:
-        device: where the buffers lie.
     """
 
     def __init__(self, device: torch.device) -> None:
