@@ -231,14 +231,11 @@ def _total(edge: Edge, handed: Sequence[Handed], taken: set[fx.Node]) -> fx.Node
             and user.meta[TURN].adding
             and {_origin(used) for used in user.all_input_nodes} == {total, gradient.value}
         ]
-        read = (n for n in sums if any(_turn_of(user) == edge.node for user in n.users))
+        turns = ((n, user.meta.get(TURN)) for n in sums for user in n.users)
+        read = (n for n, turn in turns if turn is not None and turn.node == edge.node)
         total = next(read, sums[0])
         taken.add(total)
     return total
-
-
-def _turn_of(node: fx.Node) -> int | None:
-    return node.meta[TURN].node if TURN in node.meta else None
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:

@@ -111,7 +111,8 @@ class FunctionTracer:
         with self._places.at(0):
             recorded = record(params, batch, trained, goal, rows)
         segments, results = recorded.segments, recorded.results
-        if goal == "step" and not _reads_parameters(segments[-1]) and len(segments) > 1:
+        reads_params = any(isinstance(s, Param) for s in segments[-1].sources.values())
+        if goal == "step" and not reads_params and len(segments) > 1:
             log.warning(
                 "stage %d (%s), the last, reads no parameter: a stage ends where fpipe.cut is "
                 "called, or after the submodule that cuts= names",
@@ -233,10 +234,6 @@ class FunctionTracer:
             for source, node in zip(segment.owed, gradients, strict=True)
         ]
         end.args = ((outputs, kept),)
-
-
-def _reads_parameters(segment: Segment) -> bool:
-    return any(isinstance(source, Param) for source in segment.sources.values())
 
 
 def move(

@@ -49,9 +49,10 @@ from fpipe.inputs.signature import Goal, Signature, TreeShape, batch_shapes
 from fpipe.inputs.split_batch import SplitBatch
 from fpipe.plan.plan import Latest, Plan
 from fpipe.plan.planner import Planner
-from fpipe.program.program import Program, describe
+from fpipe.program.program import describe
 from fpipe.program.step_timelines import ACTIVE
 from fpipe.spec.definition import Definition
+from fpipe.transport.group import GroupTransport
 
 NOWHERE = torch.device("meta")
 """Stands for every rank's own device in what ranks compare."""
@@ -153,7 +154,7 @@ class Calls:
         control: the group over which ranks agree.
         device: where this rank computes.
         setup: what must be the same on all ranks, as texts by name.
-        prepare: gets the programs of a new plan ready to run, on all ranks at once.
+        transports: to the other ranks, opened for the programs of each plan.
         number: of the pipeline, among those of the group.
         pipeline: the name of the process group.
         rows: of the mesh, None if it has one.
@@ -169,7 +170,7 @@ class Calls:
         *,
         device: torch.device,
         setup: Mapping[str, str],
-        prepare: Callable[[Sequence[Program]], None],
+        transports: Sequence[GroupTransport],
         number: int,
         pipeline: str,
         rows: Rows | None,
@@ -183,7 +184,7 @@ class Calls:
         self._stages = self._schedule.stages_of(self._rank)
         self._device = device
         self._setup = {name: digest(text) for name, text in setup.items()}
-        self._prepare = prepare
+        self._transports = transports
         self._number = number
         self._pipeline = pipeline
         self._rows = rows
@@ -362,8 +363,8 @@ class Calls:
         finally:
             del problem  # as in `announce`
         assert plan is not None
-        programs = plan.programs
-        connected(lambda: self._prepare(programs))
+        for transport in self._transports:
+            connected(partial(transport.open, plan.programs))
         return plan
 
     def _compare_copies(self, plan: Plan, params: Parameters) -> None:

@@ -127,7 +127,7 @@ class MultiController:
             self._control,
             device=device,
             setup=setup,
-            prepare=partial(_open, self._transports),
+            transports=self._transports,
             number=self._number,
             pipeline=self._group_name,
             rows=rows,
@@ -385,8 +385,3 @@ def _warn_of(settings: Mapping[str, bool]) -> None:
             "wait for each other for ever: all messages of this pipeline go by way of the CPU",
             " and ".join(hindering),
         )
-
-
-def _open(transports: Sequence[GroupTransport], programs: Sequence[Program]) -> None:
-    for transport in transports:
-        transport.open(programs)

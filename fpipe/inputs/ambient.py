@@ -144,7 +144,9 @@ def refuse_modes(*, compiled: bool) -> None:
             )
     for index in range(torch._C._len_torch_dispatch_stack() if compiled else 0):
         mode = torch._C._get_dispatch_stack_at(index)
-        if not _is_of(mode, *_WATCHERS) and not _traces(mode):
+        # Those of infrastructure are how torch itself traces.
+        traces = isinstance(mode, TorchDispatchMode) and mode.is_infra_mode()
+        if not _is_of(mode, *_WATCHERS) and not traces:
             raise FpipeError(
                 f"a pipeline that compiles its stages is called under {a_type(mode)}, a "
                 "TorchDispatchMode, which sees no operation of theirs: call the pipeline outside "
@@ -158,8 +160,3 @@ _WATCHERS: Final = ("fpipe.", "torch.")
 
 def _is_of(mode: Any, *packages: str) -> bool:
     return type(mode).__module__.startswith(packages)
-
-
-def _traces(mode: Any) -> bool:
-    """Whether a dispatch mode is a part of how torch itself traces."""
-    return isinstance(mode, TorchDispatchMode) and bool(type(mode).is_infra_mode())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -315,7 +315,12 @@ def _ends_of(
     # Microbatches of another size may make a leaf in another stage: a copy may be none there. All
     # go to one rank, which puts them together.
     homes: dict[int, int] = defaultdict(int)
-    returned = list(_returned(schedule.num_stages, present, codes))
+    returned = [
+        (microbatch, stage, number, name)
+        for microbatch in range(present)
+        for stage in range(schedule.num_stages)
+        for number, name in codes(stage, microbatch).returned
+    ]
     for _, stage, number, _ in returned:
         homes[number] = max(homes[number], stage)
     for microbatch, stage, number, name in returned:
@@ -330,11 +335,3 @@ def _ends_of(
             for end in ends:
                 end.states.append((leaf, left))
     return ends
-
-
-def _returned(stages: int, microbatches: int, codes: Codes) -> Iterator[tuple[int, int, int, str]]:
-    """Microbatch, stage, number and name of each value that the caller gets."""
-    for microbatch in range(microbatches):
-        for stage in range(stages):
-            for number, name in codes(stage, microbatch).returned:
-                yield microbatch, stage, number, name

@@ -83,9 +83,12 @@ def with_updates(
         waiting = [
             total
             for total in sorted(tasks.sums)
-            if _is_of(total, rank, schedule) and (total.stage, total.leaf) not in late
+            if total.argument == "params"
+            and total.microbatch < 0
+            and schedule.placement[total.stage] == rank
+            and (total.stage, total.leaf) not in late
         ]
-        there: set[Value] = set()
+        missing = {value for value in tasks.sums.values() if isinstance(value, Computed)}
         whole: list[Task] = []
         for task in row:
             if task.action.op == Op.UPDATE:
@@ -93,28 +96,19 @@ def with_updates(
                 ready = [
                     total
                     for total in waiting
-                    if total.stage == stage and _is_there(tasks.sums[total], there)
+                    if total.stage == stage and tasks.sums[total] not in missing
                 ]
                 waiting = [total for total in waiting if total not in ready]
                 if ready:
                     whole.append(_update(stage, ready, tasks, specs, updates, settles))
             else:
-                there.update(task.outputs)
+                missing.difference_update(task.outputs)
                 whole.append(task)
         for stage in dict.fromkeys(total.stage for total in waiting):
             rest = [total for total in waiting if total.stage == stage]
             whole.append(_update(stage, rest, tasks, specs, updates, settles))
         rows.append(whole)
     return Tasks(tuple(rows), tasks.sums), updates
-
-
-def _is_of(total: SumValue, rank: int, schedule: Schedule) -> bool:
-    by_params = total.argument == "params" and total.microbatch < 0
-    return by_params and schedule.placement[total.stage] == rank
-
-
-def _is_there(value: Value, computed: set[Value]) -> bool:
-    return not isinstance(value, Computed) or value in computed
 
 
 def _update(

@@ -99,11 +99,9 @@ PLAIN = Convention(weigh=scaled)
 """The convention of a pipeline that is not transformed."""
 
 
-def _with_state(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
-    return (params, state), batch
-
-
-STATE = Convention(enter=_with_state, grads=lambda grads: grads[0])
+STATE = Convention(
+    enter=lambda params, state, batch: ((params, state), batch), grads=lambda grads: grads[0]
+)
 """The convention of a pipeline with a state: it comes with the parameters, without a gradient."""
 
 DEFERRED = STATE._replace(
