@@ -48,15 +48,11 @@ def plan_mail(
 ) -> Mail:
     """Find what must travel: every value that a rank reads and another rank computes."""
     readers: dict[Computed, set[int]] = defaultdict(set)
-    for rank, row in enumerate(tasks):
-        for task in row:
-            for value in task.inputs:
+    for rank, (row, held) in enumerate(zip(tasks, results, strict=True)):
+        for values in (*(task.inputs for task in row), held):
+            for value in values:
                 if isinstance(value, Computed) and placement[value.stage] != rank:
                     readers[value].add(rank)
-    for rank, values in enumerate(results):
-        for value in values:
-            if isinstance(value, Computed) and placement[value.stage] != rank:
-                readers[value].add(rank)
     mail = Mail({}, defaultdict(lambda: defaultdict(list)), {}, {})
     for rank, row in enumerate(tasks):
         for index, task in enumerate(row):

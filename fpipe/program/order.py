@@ -150,12 +150,10 @@ def _check_channels(programs: Sequence[Program]) -> None:
     posts: dict[tuple[int, int], list[Message]] = defaultdict(list)
     for program in programs:
         for instruction in program.instructions:
-            if isinstance(instruction, Send):
+            if isinstance(instruction, Send | Recv):
                 message = instruction.message
-                sends[message.source, message.target].append(message)
-            elif isinstance(instruction, Recv):
-                message = instruction.message
-                posts[message.source, message.target].append(message)
+                channels = sends if isinstance(instruction, Send) else posts
+                channels[message.source, message.target].append(message)
     for channel in sorted(sends.keys() | posts.keys()):
         for number in range(max(len(sends[channel]), len(posts[channel]))):
             pair = [row[channel][number : number + 1] for row in (sends, posts)]

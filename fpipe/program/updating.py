@@ -9,7 +9,7 @@ there.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -34,33 +34,24 @@ Updates = dict[SumValue, Computed]
 """The updated parameter of each sum of gradients."""
 
 
-@dataclass(frozen=True, eq=False)
-class Update:
+def _move(leaves: Sequence[tuple[int, int]], settles: bool, values: list[Any]) -> list[Any]:
     """A kernel: the optimizer's step of some leaves of a stage.
 
     Its inputs are the step of one leaf, and of each leaf its gradient, its value and its moments.
-
-    Attributes:
-        leaves: stage and number of each.
-        settles: gradients are being copied to the CPU.
+    With `settles` gradients are still being copied to the CPU.
     """
-
-    leaves: tuple[tuple[int, int], ...]
-    settles: bool = False
-
-    def __call__(self, values: list[Any]) -> list[Any]:
-        if self.settles:
-            settle_all()
-        move, *rest = values
-        values.clear()
-        rest.reverse()
-        moved = []
-        for stage, leaf in self.leaves:
-            gradient: Tensor = rest.pop()
-            value, moments = rest.pop(), rest.pop()
-            moved.append(move(stage, leaf, value, gradient.to(value), moments))
-            del gradient
-        return moved
+    if settles:
+        settle_all()
+    move, *rest = values
+    values.clear()
+    rest.reverse()
+    moved = []
+    for stage, leaf in leaves:
+        gradient: Tensor = rest.pop()
+        value, moments = rest.pop(), rest.pop()
+        moved.append(move(stage, leaf, value, gradient.to(value), moments))
+        del gradient
+    return moved
 
 
 def with_updates(
@@ -129,7 +120,7 @@ def _update(
     sizes = tuple(specs.get(tasks.sums[total], NOTHING) for total in totals)
     leaves = tuple((total.stage, total.leaf) for total in totals)
     return kernel_task(
-        Update(leaves, settles),
+        partial(_move, leaves, settles),
         Action(stage, Op.UPDATE, None),
         tuple(inputs),
         tuple(outputs),
