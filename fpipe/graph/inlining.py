@@ -5,7 +5,7 @@ Nodes that call alike get copies of what was recorded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe.graph.node_writer import write_graph
-from fpipe.graph.nodes import marks_of, values_of
+from fpipe.graph.nodes import copy_into, marks_of, values_of
 from fpipe.graph.rewrites import copy_of
 from fpipe.inputs.signature import LeafShape
 from fpipe.random import threefry
@@ -50,15 +50,8 @@ class Inliner:
         """A node in front of another that has what a function returns of a value."""
         with self._mode:
             operations = write_graph(function, [node.meta["val"]]).graph
-        copies: dict[fx.Node, fx.Node] = {}
-        with before.graph.inserting_before(before):
-            for operation in operations.nodes:
-                if operation.op == "placeholder":
-                    copies[operation] = node
-                elif operation.op == "call_function":
-                    copies[operation] = node.graph.node_copy(operation, lambda used: copies[used])
-        returned: Any = operations.output_node().args[0]
-        return copies[returned]
+        copy: fx.Node = _copied(operations, [node], before)
+        return copy
 
     def _record(
         self, node: fx.Node, function: Callable[..., Any], before: tuple[fx.Node, ...]
@@ -98,22 +91,23 @@ def _kind(node: fx.Node, before: tuple[fx.Node, ...]) -> Hashable:
 
 def _inline(operations: fx.Graph, node: fx.Node, before: tuple[fx.Node, ...]) -> None:
     """Put them in the place of `node`."""
-    inputs = [operation for operation in operations.nodes if operation.op == "placeholder"]
-    copies = dict(zip(inputs, [*before, *node.all_input_nodes], strict=True))
-    with node.graph.inserting_before(node):
-        for operation in operations.nodes:
-            if operation.op == "output" or operation in copies:
-                continue
-            assert operation.op == "call_function", (
-                f"{operation.op} in what takes the place of {node.target}"
-            )
-            copies[operation] = node.graph.node_copy(operation, lambda used: copies[used])
-            copies[operation].meta |= marks_of(node)
-    returned: Any = operations.output_node().args[0]
+    returned = _copied(operations, [*before, *node.all_input_nodes], node)
     if isinstance(returned, fx.Node):
-        node.replace_all_uses_with(copies[returned])
+        node.replace_all_uses_with(returned)
     else:
         for element in list(node.users):
-            element.replace_all_uses_with(copies[returned[element.args[1]]])
+            element.replace_all_uses_with(returned[element.args[1]])
             node.graph.erase_node(element)
     node.graph.erase_node(node)
+
+
+def _copied(operations: fx.Graph, inputs: Sequence[fx.Node], before: fx.Node) -> Any:
+    """Copy operations in front of a node; what they return of these inputs."""
+    placeholders = operations.find_nodes(op="placeholder")
+    copies = dict(zip(placeholders, inputs, strict=True))
+    with before.graph.inserting_before(before):
+        for operation in operations.nodes:
+            if operation.op == "call_function":
+                copies[operation] = copy_into(before.graph, operation, copies.__getitem__)
+                copies[operation].meta |= marks_of(before)
+    return fx.map_arg(operations.output_node().args[0], copies.__getitem__)
