@@ -198,6 +198,8 @@ def search(
         placement = _check_start(start, microbatches, placement)
     if not cut:
         _refuse_endless(ranks, microbatches, cost, placement, seconds)
+    if start is not None:
+        verify(start)
     if isinstance(memory, Iterator):
         memory = tuple(memory)  # it is read once per placement
     if remat or cut:
@@ -265,7 +267,6 @@ def _check_start(
     start: Schedule, microbatches: int, placement: Sequence[int] | None
 ) -> tuple[int, ...]:
     """The placement of a schedule that a search is to start from."""
-    verify(start)
     if start.num_microbatches != microbatches:
         raise ScheduleError(
             f"start has {start.num_microbatches} microbatches, and microbatches={microbatches}: "
