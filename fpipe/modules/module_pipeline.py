@@ -243,9 +243,8 @@ class ModulePipeline(Pipeline):
         params = self._with_shapes_of_others(module, params)
 
         def check() -> None:
-            problem = _misfit(module, params, state) or self._missing(params)
-            if problem is not None:
-                raise problem
+            _check_fit(module, params, state)
+            self._check_data(params)
 
         def copy(gather: Gather) -> int | None:
             named = [(name, tuple(p.shape), p.dtype) for name, p in _in_order(params)]
@@ -288,8 +287,8 @@ class ModulePipeline(Pipeline):
                 copies[f"[{name!r}]"] = numbers(value)
         return copies
 
-    def _missing(self, params: Mapping[str, Tensor]) -> BatchError | None:
-        """The error if this rank lacks the data of a parameter that the others get from it."""
+    def _check_data(self, params: Mapping[str, Tensor]) -> None:
+        """Refuse parameters of which this rank has no data that the others get from it."""
         readers = self._engine.readers()
         for leaf, path in enumerate(pytree.key_paths(pytree.structure(params))):
             gives = self.rank is None or readers.get((0, leaf), (self.rank,))[0] == self.rank
@@ -300,8 +299,7 @@ class ModulePipeline(Pipeline):
                         ", and this pipeline has not run, so it is not known on which rank it has "
                         "some: call pipe.programs(params, batch) on all ranks first"
                     )
-                return BatchError(text)
-        return None
+                raise BatchError(text)
 
     def _copy(
         self,
@@ -365,27 +363,27 @@ def _received(value: Tensor, dtype: torch.dtype, source: int, group: dist.Proces
     return sent
 
 
-def _misfit(module: nn.Module, params: Mapping[str, Tensor], state: Any) -> BatchError | None:
-    """The error if `params` and `state` cannot be copied into `module`."""
+def _check_fit(module: nn.Module, params: Mapping[str, Tensor], state: Any) -> None:
+    """Refuse `params` and `state` that cannot be copied into `module`."""
     if not isinstance(module, nn.Module):
-        return BatchError(
+        raise BatchError(
             f"module is {a_type(module)}: pass the torch.nn.Module to copy into first, "
             "and params after it"
         )
     held = dict(module.named_parameters())
     if not isinstance(params, Mapping):
-        return BatchError(
+        raise BatchError(
             f"params is {a_type(params)}: it must be a dict of the parameters by name, as for step"
         )
     if held.keys() != params.keys():
         odd = sorted(held.keys() ^ params.keys())
-        return BatchError(
+        raise BatchError(
             f"params and {type(module).__name__} differ in {len(odd)} names, such as "
             f"{odd[0]!r}: load into a module with the parameters of the pipeline's"
         )
     for name, tensor in (*held.items(), *(module.named_buffers() if state else ())):
         if tensor.is_meta:
-            return BatchError(
+            raise BatchError(
                 f"{name!r} of {type(module).__name__} lies on the meta device, to which nothing "
                 "can be copied: make the module anew, not under torch.device('meta') "
                 "(module.to_empty(...) leaves buffers without numbers, and unties parameters)"
@@ -393,29 +391,25 @@ def _misfit(module: nn.Module, params: Mapping[str, Tensor], state: Any) -> Batc
     for name, parameter in held.items():
         if not isinstance(params[name], Tensor):
             fact = f"params[{name!r}]={params[name]!r:.60} is {a_type(params[name])}"
-            return BatchError(f"{fact}: it must be a tensor")
+            raise BatchError(f"{fact}: it must be a tensor")
         if parameter.shape != params[name].shape:
-            return BatchError(
+            raise BatchError(
                 f"params[{name!r}] has shape {tuple(params[name].shape)}, but that of "
                 f"{type(module).__name__} has {tuple(parameter.shape)}: load into a module of "
                 "the same configuration"
             )
         if not torch.can_cast(params[name].dtype, parameter.dtype):
-            return _uncastable(module, f"params[{name!r}]", params[name], parameter)
-    try:
-        check_state(module, {} if state is None else state)
-    except BatchError as error:
-        return error
+            raise _uncastable(module, f"params[{name!r}]", params[name], parameter)
+    check_state(module, {} if state is None else state)
     buffers = dict(module.named_buffers())
     for name, value in buffers_of(state or {}).items():
         if value.is_meta:
-            return BatchError(
+            raise BatchError(
                 f"the buffer {name!r} of state lies on the meta device and has no data: pass what "
                 "pipe.init_state, pipe.load_state or a step has returned"
             )
         if not torch.can_cast(value.dtype, buffers[name].dtype):
-            return _uncastable(module, f"the buffer {name!r} of state", value, buffers[name])
-    return None
+            raise _uncastable(module, f"the buffer {name!r} of state", value, buffers[name])
 
 
 def _uncastable(module: nn.Module, name: str, value: Tensor, held: Tensor) -> BatchError:

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn._reduction import legacy_get_string
 
 from fpipe import pytree
 from fpipe.errors import StageError, a_type
@@ -105,51 +106,32 @@ class OwnLoss:
         return mean.total + (loss - mean.value) * mean.weight, mean.weight
 
     def _noting_means(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`cross_entropy` or `nll_loss`, whose means are noted."""
+        """`cross_entropy` or `nll_loss`, whose means over numbers of classes are noted."""
         signature = inspect.signature(function)
 
         def called(*arguments: Any, **options: Any) -> Tensor:
             bound = signature.bind(*arguments, **options)
             bound.apply_defaults()
             rest = bound.arguments
-            input, reduction = rest.pop("input"), rest.pop("reduction")
-            old = rest.pop("size_average"), rest.pop("reduce")
-
-            def again(input: Tensor, reduction: str) -> Tensor:
+            input, target = rest.pop("input"), rest["target"]
+            reduction, old = rest.pop("reduction"), (rest.pop("size_average"), rest.pop("reduce"))
+            if old != (None, None):  # the names that torch has given up
+                reduction = legacy_get_string(*old, emit_warning=False)
+            if reduction == "sum":
+                self._sums.append(total := function(input, reduction="sum", **rest))
+                return total
+            if reduction != "mean" or target.is_floating_point():
                 return function(input, reduction=reduction, **rest)
-
-            target, weight, ignored = rest["target"], rest["weight"], rest["ignore_index"]
-            return self._noted(again, input, target, weight, ignored, old, reduction)
+            # In half precision a sum over many tokens is rounded, or infinite.
+            wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+            total = function(wide, reduction="sum", **rest)
+            weight = _weight(target, rest["weight"], rest["ignore_index"])
+            value = (total / torch.where(weight == 0, 1, weight)).to(input.dtype)
+            returned = value.clone()
+            self._means.append(Mean(value, returned, returned._version, total, weight))
+            return returned
 
         return called
-
-    def _noted(
-        self,
-        called: Callable[[Tensor, str], Tensor],
-        input: Tensor,
-        target: Tensor,
-        class_weights: Tensor | None,
-        ignore_index: int,
-        old: tuple[bool | None, bool | None],
-        reduction: str,
-    ) -> Tensor:
-        """The result, which is noted if it is a mean over targets that are numbers of classes."""
-        if old != (None, None):  # the names that torch has given up
-            averages, reduces = (True if flag is None else flag for flag in old)
-            reduction = ("mean" if averages else "sum") if reduces else "none"
-        if reduction == "sum":
-            self._sums.append(total := called(input, reduction))
-            return total
-        if reduction != "mean" or target.is_floating_point():
-            return called(input, reduction)
-        # In half precision a sum over many tokens is rounded, or infinite.
-        wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        total = called(wide, "sum")
-        weight = _weight(target, class_weights, ignore_index)
-        value = (total / torch.where(weight == 0, 1, weight)).to(input.dtype)
-        returned = value.clone()
-        self._means.append(Mean(value, returned, returned._version, total, weight))
-        return returned
 
     def _noting_sums(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def called(*arguments: Any, **options: Any) -> Tensor:
