@@ -75,12 +75,11 @@ def derivative(
     def dual(function: Callable[..., Any], first: bool) -> Callable[..., Any]:
         return _dual_stage(function, first=first, batch_moves=batch_moves, cut_off=gauss_newton)
 
-    loss_form = _LossForm(definition.returns, definition.loss_shape)
+    loss_form = _LossForm(definition.returns, definition.loss_shape, definition.function)
     if gauss_newton:
         loss = _gauss_newton_loss(definition.loss, loss_form)
     else:
-        make_loss = _dual_function if definition.function else _dual_loss
-        loss = make_loss(definition.loss, loss_form, batch_moves=batch_moves)
+        loss = _dual_loss(definition.loss, loss_form, batch_moves=batch_moves)
     return replace(
         definition,
         stages=each_stage(definition.stages, dual),
@@ -223,15 +222,19 @@ class _LossForm(NamedTuple):
     Attributes:
         returns: what it declares.
         shape: of its loss, with None for a size that the arguments tell.
+        whole: it is one function of the whole model, and not of an output.
     """
 
     returns: Returns
     shape: tuple[int | None, ...]
+    whole: bool
 
-    def take(self, function: Callable[[Any, Any], Any], y: Any, microbatch: Any) -> Taken:
-        """Call a loss function of an output, and take its results apart."""
-        results = function(y, microbatch)
-        return self.returns.take("the loss is", "loss(y, microbatch)", results, self.shape)
+    def take(self, function: Callable[..., Any], *arguments: Any, **key: Tensor) -> Taken:
+        """Call the function, and take its results apart."""
+        subject, call = "the loss is", "loss(y, microbatch)"
+        if self.whole:
+            subject, call = f"{label_of(function)} returns", self.returns.call
+        return self.returns.take(subject, call, function(*arguments, **key), self.shape)
 
     def paired(self, taken: Taken, derivative: Tensor) -> Any:
         """The results of the function, with the derivative beside the loss in a last dimension."""
@@ -240,35 +243,15 @@ class _LossForm(NamedTuple):
 
 
 def _dual_loss(
-    function: Callable[[Any, Any], Any], form: _LossForm, *, batch_moves: bool
-) -> Callable[[Any, Any], Any]:
-    """The loss of an output, and its directional derivative, along a new last dimension."""
-
-    @wraps(function)
-    def loss(value: Any, microbatch: Any) -> Any:
-        inputs = microbatch if batch_moves else (microbatch, None)
-        arguments, directions = zip(value, inputs, strict=True)
-        with differentiable_twice():
-            taken, derivatives = _push_forward(partial(form.take, function), arguments, directions)
-        return form.paired(taken, derivatives.heads[0])
-
-    return loss
-
-
-def _dual_function(
     function: Callable[..., Any], form: _LossForm, *, batch_moves: bool
 ) -> Callable[..., Any]:
-    """One function of the whole model, and its directional derivative, as `_dual_loss`.
+    """The loss, and its directional derivative, along a new last dimension.
 
-    It is taken as a first stage, which returns the loss already.
+    It is taken as a first stage: of an output in place of parameters, or, where it is the whole
+    model, as one that returns the loss already.
     """
-    name, returns = label_of(function), form.returns
-
-    def run(params: Any, microbatch: Any, **key: Tensor) -> Taken:
-        results = function(params, microbatch, **key)
-        return returns.take(f"{name} returns", returns.call, results, form.shape)
-
-    dual = _dual_stage(run, first=True, batch_moves=batch_moves, cut_off=False)
+    take = partial(form.take, function)
+    dual = _dual_stage(take, first=True, batch_moves=batch_moves, cut_off=False)
 
     @wraps(function)
     def loss(packed: Any, microbatch: Any, **key: Tensor) -> Any:
