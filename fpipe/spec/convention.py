@@ -22,11 +22,15 @@ def _identity(value: Any) -> Any:
     return value
 
 
-def scaled(grads: Any, cotangent: Tensor) -> Any:
-    """Every gradient of one loss, multiplied where it lies."""
+def scaled(grads: Any, factor: Tensor) -> Any:
+    """Gradients times a number, or one for each entry of dimension 0, where they lie."""
 
     def product(gradient: Tensor) -> Tensor:
-        return (cotangent.to(gradient.device) * gradient).to(gradient.dtype)
+        beside = factor.to(gradient.device)
+        if beside.dim():
+            beside = beside.reshape(-1, *[1] * (gradient.dim() - 1))
+        # A product with a tensor of no dimensions has the dtype of the other factor.
+        return (beside * gradient).to(gradient.dtype)
 
     return pytree.tree_map(product, grads)
 

@@ -112,15 +112,6 @@ def one_by_one(optimizer: type, hyper: Mapping[str, Any]) -> dict[str, Any]:
     return dict(hyper) | {name: False for name in ("foreach", "fused") if name in accepted}
 
 
-def group_of(
-    optimizer: Callable[..., torch.optim.Optimizer], param: Tensor, hyper: Mapping[str, Any]
-) -> dict[str, Any]:
-    """All hyperparameters that an optimizer has for a parameter."""
-    group = dict(optimizer([param], **hyper).param_groups[0])
-    del group["params"]
-    return group
-
-
 def record_update(
     optimizer: Callable[..., torch.optim.Optimizer],
     hyper: Mapping[str, Any],

@@ -29,7 +29,7 @@ from fpipe.inputs.ambient import is_within
 from fpipe.inputs.params import Move
 from fpipe.parameters.holding import names_of
 from fpipe.pipelines import Pipeline, engine_of
-from fpipe.spec.convention import DEFERRED, PLAIN, STATE
+from fpipe.spec.convention import DEFERRED, PLAIN, STATE, scaled
 from fpipe.spec.definition import Definition
 from fpipe.torch_internals import innermost_value, is_transformed
 from fpipe.training.loss_scaling import LossScale, LossScaling
@@ -41,7 +41,7 @@ from fpipe.training.train_step import (
     TrainStepStateAux,
 )
 from fpipe.training.trees import LeafByLeaf, LeafSteps, Rule
-from fpipe.transforms.norms import global_norm, scale_of, scaled_to
+from fpipe.transforms.norms import global_norm, scale_of
 
 Clip = Literal["validate", "wait"]
 
@@ -133,12 +133,12 @@ def _plain(settings: Settings, call: Call) -> Any:
     result = _gradients(settings, call)
     results, grads, norm = _without_grads(settings, result), result.grads, None
     if settings.scaling is not None:
-        grads = scaled_to(grads, torch.tensor(1 / call.scale, dtype=torch.float64))
+        grads = scaled(grads, torch.tensor(1 / call.scale, dtype=torch.float64))
     if settings.max_norm is not None:
         norm = _norm(settings.pipe, grads)
         if _is_left_out(settings, norm):
             return _returned(settings, results, params, _left_out(settings, state), norm)
-        grads = scaled_to(grads, scale_of(norm, settings.max_norm))
+        grads = scaled(grads, scale_of(norm, settings.max_norm))
     tracked = _is_differentiated([result.loss, *call.hyper.values()])
     with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
         count = number_of(state.steps)
@@ -222,7 +222,7 @@ def _within(settings: Settings, rule: LeafByLeaf, call: Call) -> Any:
                 return _returned(settings, results, params, _left_out(settings, state), norm)
             clip = scale_of(norm, settings.max_norm)
             if not bool(clip == 1):
-                grads = scaled_to(outcome.take_grads() if grads is None else grads, clip / scale)
+                grads = scaled(outcome.take_grads() if grads is None else grads, clip / scale)
                 update = rule.update(grads, state.moments, params, step.before, call.hyper)
                 after = _after(settings, state, update[1])
                 return _returned(settings, outcome.without_grads(), update[0], after, norm)

@@ -23,9 +23,10 @@ from fpipe.dtensors import Placed, local, placements_of
 from fpipe.errors import FpipeError, a_type, label_of
 from fpipe.inputs.params import Moved
 from fpipe.parameters.holding import names_of
+from fpipe.spec.convention import scaled
 from fpipe.training.leaf_update import EMA, LeafUpdate, Moments, UpdatesOfMembers
 from fpipe.training.offloaded_state import Offloaded
-from fpipe.transforms.norms import scaled_to, square_of
+from fpipe.transforms.norms import square_of
 
 Path = tuple[Any, ...]
 Which = str | Callable[[Path], bool]
@@ -159,7 +160,7 @@ class LeafSteps(NamedTuple):
         for place, leaf in enumerate(self.leaves):
             grad = each.pop()
             if grad is not None:
-                grad = grad if scale is None else scaled_to(local(grad), scale)
+                grad = grad if scale is None else scaled(local(grad), scale)
                 self.move(place, leaf, grad, self.states[place])
 
     def trees(self, moved: Mapping[int, Moved]) -> tuple[Any, Any]:

@@ -25,7 +25,6 @@ from fpipe.training.recorded_step import (
     COUNT,
     Update,
     concrete,
-    group_of,
     numbers_in,
     numbers_of,
     one_by_one,
@@ -165,13 +164,14 @@ class Updates:
                 )
         chosen = one_by_one(self._optimizer, hyper)
         try:
-            group = group_of(
-                self._optimizer, torch.zeros(1, 1), {n: concrete(v) for n, v in chosen.items()}
+            instance = self._optimizer(
+                [torch.zeros(1, 1)], **{n: concrete(v) for n, v in chosen.items()}
             )
         except (TypeError, ValueError) as error:
             names = ", ".join(f"{name}={value!r:.40}" for name, value in hyper.items())
             raise FpipeError(f"{self._name} does not take {names}: {error_text(error)}") from error
-        return group | chosen
+        defaults = {n: v for n, v in instance.param_groups[0].items() if n != "params"}
+        return defaults | chosen
 
     def replaced(self, hyper: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
         """As `LeafUpdate.replaced`."""

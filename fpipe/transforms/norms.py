@@ -16,6 +16,7 @@ from fpipe.engine import Engine
 from fpipe.errors import FpipeError, a_type
 from fpipe.execute.header import NORMS, Addend
 from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of, in_use
+from fpipe.spec.convention import scaled
 from fpipe.transforms.wrapped_pipelines import Wrapping
 
 
@@ -103,25 +104,12 @@ def clip_by_global_norm(
             )
 
     norm = _norm(grads, pipe, check_max_norm)
-    return Clipped(scaled_to(grads, scale_of(norm, max_norm)), norm)
+    return Clipped(scaled(grads, scale_of(norm, max_norm)), norm)
 
 
 def scale_of(norm: Tensor, max_norm: float) -> Tensor:
     """The factor that clips gradients of this norm; 1 for those that stay."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-
-def scaled_to(grads: Any, scale: Tensor) -> Any:
-    """Gradients times a number, or one for each entry of dimension 0, in their dtypes."""
-
-    def scaled(leaf: Tensor) -> Tensor:
-        factor = scale.to(leaf.device)
-        if factor.dim():
-            factor = factor.reshape(-1, *[1] * (leaf.dim() - 1))
-        # A product with a tensor of no dimensions has the dtype of the other factor.
-        return (leaf * factor).to(leaf.dtype)
-
-    return pytree.tree_map(scaled, grads)
 
 
 def _norm(grads: Any, pipe: Pipeline | Wrapping | None, check: Callable[[], None]) -> Tensor:
