@@ -285,8 +285,10 @@ def number_of_parts(tree: Any) -> int | None:
         >>> number_of_parts({"x": Microbatches([1, 2]), "y": 3}), number_of_parts({"y": 3})
         (2, None)
     """
-    leaves: list[Any] = optree.tree_leaves(tree, is_leaf=_is_apart, namespace=NAMESPACE)
-    counts = {len(leaf) for leaf in leaves if type(leaf) is Microbatches}
+    leaves: list[Any] = optree.tree_leaves(
+        tree, is_leaf=lambda node: isinstance(node, Microbatches), namespace=NAMESPACE
+    )
+    counts = {len(leaf) for leaf in leaves if isinstance(leaf, Microbatches)}
     if len(counts) > 1:
         raise BatchError(
             f"Microbatches of {' and '.join(map(str, sorted(counts)))} parts stand in one batch: "
@@ -325,10 +327,6 @@ def places_of_rest(spec: optree.PyTreeSpec) -> list[int]:
     """
     places = unflatten(spec, range(spec.num_leaves))
     return flatten(map_nodes(lambda _: None, places, Microbatches))[0]
-
-
-def _is_apart(node: Any) -> bool:
-    return type(node) is Microbatches
 
 
 def flatten_prefix(prefix: Any) -> list[Any]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import accumulate
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.random import fork_rng
 
 from fpipe.checkpoint.checkpoint_reader import Naming, reading
 from fpipe.errors import BatchError, StageError, a_type
@@ -172,7 +172,9 @@ def _initialized(
             memo[id(buffer)] = torch.full_like(buffer, fill, device=device)
     try:
         # Random numbers depend on the seed, and so are not taken.
-        with torch.no_grad(), _seeded(device, fill):
+        with torch.no_grad(), fork_rng([device] if device.type == "cuda" else []):
+            for generator in generators([device]):
+                generator.manual_seed(fill)
             copied = copy.deepcopy(owner, memo)
             initialize(copied)
     except Exception:
@@ -180,20 +182,6 @@ def _initialized(
         return None
     value = copied._buffers[name]
     return None if value is None or value.is_meta else value
-
-
-@contextmanager
-def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the generators of a device, and restore their states at the end of the context."""
-    seeded = generators([device])
-    states = [generator.get_state() for generator in seeded]
-    try:
-        for generator in seeded:
-            generator.manual_seed(seed)
-        yield
-    finally:
-        for generator, state in zip(seeded, states, strict=True):
-            generator.set_state(state)
 
 
 def _in_words(value: object) -> str:

@@ -431,12 +431,6 @@ def with_cuts(definition: Definition, cuts: Sequence[str] | None) -> Definition:
     return replace(definition, loss=definition.loss.with_cuts(cuts))
 
 
-def with_copied_module(definition: Definition, memo: dict[int, Any]) -> Definition:
-    """The definition with a copy of the module, as `copy.deepcopy` makes it."""
-    loss, modes = copy.deepcopy((definition.loss, definition.modes), memo)
-    return replace(definition, loss=loss, modes=modes)
-
-
 def with_buffers(definition: Definition, buffers: Mapping[str, Tensor]) -> Definition:
     """The definition with these buffers in place of the module's own."""
     assert isinstance(definition.loss, ModuleLoss)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from inspect import unwrap
 from os import PathLike
 from typing import Any
@@ -29,7 +31,7 @@ from fpipe.modules.module_buffers import (
     real_buffers,
     refuse_missing,
 )
-from fpipe.modules.module_loss import ModuleLoss, with_copied_module
+from fpipe.modules.module_loss import ModuleLoss
 from fpipe.modules.stage_shares import Balance
 from fpipe.nn import buffers_of, state_of, with_buffers
 from fpipe.parameters.holding import Make, whole
@@ -92,7 +94,9 @@ class ModulePipeline(Pipeline):
             self.__reduce_ex__(4)
         # In the memo before the module is copied, for the copy of the module holds it.
         pipe = memo[id(self)] = type(self).__new__(type(self))
-        definition = with_copied_module(self._engine.definition, memo)
+        definition = self._engine.definition
+        loss, modes = copy.deepcopy((definition.loss, definition.modes), memo)
+        definition = replace(definition, loss=loss, modes=modes)
         pipe.__init__(definition, self.balance)  # type: ignore[misc]
         return pipe
 

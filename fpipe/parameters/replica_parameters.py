@@ -5,7 +5,6 @@ params of the first replica ── broadcast ──► every replica ── shar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from fpipe.inputs.host_memory import Keep
 from fpipe.spec.data import Data
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor.placement_types import Placement
+    pass
 
 
 def replicated(params: Any, data: Data | None, keep: Keep = None) -> Any:
@@ -87,7 +86,8 @@ def _part(leaf: Any, data: Data) -> Any:
     place = dtensors.place_of(leaf)
     local = dtensors.local(leaf)
     known = {} if place is None else dict(zip(place.dims[0] or (), place.placements, strict=True))
-    dim = _dim_to_divide(local, list(known.values()))
+    free = (d for d in range(local.dim()) if not any(p.is_shard(d) for p in known.values()))
+    dim = next(free, None)  # which no other dimension of the mesh divides
     size = data.mesh[data.sharding].size()
     rank = data.mesh.get_local_rank(data.sharding)
     for name in data.dims:
@@ -104,9 +104,3 @@ def _part(leaf: Any, data: Data) -> Any:
     stride = leaf.stride() if place is not None else make_contiguous_strides_for(leaf.shape)
     mesh, placements = data.mesh[tuple(names)], [known[name] for name in names]
     return dtensors.assembled(local, mesh, placements, leaf.shape, stride)
-
-
-def _dim_to_divide(local: Tensor, placements: Sequence[Placement]) -> int | None:
-    """The first dimension that no other dimension of the mesh divides, None for no dimension."""
-    free = [d for d in range(local.dim()) if not any(p.is_shard(d) for p in placements)]
-    return free[0] if free else None

@@ -70,7 +70,9 @@ def content_of(
 ) -> Content:
     """The content that `Trainer.save` writes; arguments and errors are those of it."""
     leaves = saved(engine_of(pipe), params)
-    moments = _moments_by_name(params, state)
+    spec = pytree.structure(params)
+    entries = entries_of(spec, state.moments, "state.moments")
+    moments: dict[str, Any] = dict(zip(names_of(spec), entries, strict=True))
     buffers, described_state = _named_state(pipe, model_state)
     tensors = {f"params.{name}": leaf for name, leaf in leaves.items()}
     tensors |= {
@@ -213,11 +215,6 @@ def _moments(pipe: Pipeline, rule: Any, source: Path, facts: Any, params: Any) -
         return moments
 
     return pytree.of_entries(spec, [moments_of(name) for name in names_of(spec)])
-
-
-def _moments_by_name(params: Any, state: TrainState) -> dict[str, dict[str, Tensor] | None]:
-    spec = pytree.structure(params)
-    return dict(zip(names_of(spec), entries_of(spec, state.moments, "state.moments"), strict=True))
 
 
 def _kinds(moments: Mapping[str, Tensor] | None) -> Kinds | None:
