@@ -38,9 +38,6 @@ class Naming(NamedTuple):
     optional: frozenset[str] = frozenset()
 
 
-NO_NAMING = Naming()
-
-
 def source_of(path: str | PathLike[str]) -> Source:
     """Open the checkpoint at a path.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fpipe import random
-from fpipe.checkpoint.checkpoint_reader import NO_NAMING, Naming, reading
+from fpipe.checkpoint.checkpoint_reader import Naming, reading
 from fpipe.checkpoint.checkpoint_writer import Content, absolute
 from fpipe.engine import Engine
 from fpipe.parameters.holding import (
@@ -280,7 +280,7 @@ class Loadable:
         """
 
         def reader(names: Sequence[str]) -> Make:
-            return reading(path, names, NO_NAMING, rename, strict=False)
+            return reading(path, names, Naming(), rename, strict=False)
 
         return whole(self._engine, reader, shapes)
 
@@ -322,7 +322,7 @@ class Loadable:
 
     def _naming(self) -> Naming:
         """The names of parameters in a checkpoint, as far as they are known."""
-        return NO_NAMING
+        return Naming()
 
     def _traced_on(self, example: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of `step` that a trace takes: all but the key."""

@@ -14,7 +14,6 @@ import torch
 from fpipe.errors import FpipeError, check_choice, check_flags
 from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of
 from fpipe.training.compiled import kernels_of
-from fpipe.training.leaf_update import Averaging, LeafUpdate
 from fpipe.training.loss_scaling import read_loss_scale
 from fpipe.training.offloaded_state import offloaded
 from fpipe.training.stepping import Clip, Settings
@@ -161,7 +160,7 @@ def _rule(
         optimizer = optimizer.func
 
     definition = engine_of(pipe).definition
-    updates = Updates(optimizer, hyper, kernels_of(definition.compile))
+    updates = Updates(optimizer, hyper, kernels_of(definition.compile), ema)
 
     def trained(spec: optree.PyTreeSpec) -> list[bool]:
         """Transforms put other things beside parameters, which the caller's have not."""
@@ -171,5 +170,4 @@ def _rule(
         flags = choice.flags(spec.children(), shared=False)
         return [flag for stage_flags in flags for flag in stage_flags]
 
-    steps: LeafUpdate = updates if ema is None else Averaging(updates, ema)
-    return LeafByLeaf(offloaded(steps, offload), read_groups(groups), trained)
+    return LeafByLeaf(offloaded(updates, offload), read_groups(groups), trained)

@@ -24,8 +24,9 @@ from fpipe.errors import FpipeError, a_type, label_of
 from fpipe.inputs.params import Moved
 from fpipe.parameters.holding import names_of
 from fpipe.spec.convention import scaled
-from fpipe.training.leaf_update import EMA, LeafUpdate, Moments, UpdatesOfMembers
+from fpipe.training.leaf_update import LeafUpdate, Moments, UpdatesOfMembers
 from fpipe.training.offloaded_state import Offloaded
+from fpipe.training.updates import EMA
 from fpipe.transforms.norms import square_of
 
 Path = tuple[Any, ...]

@@ -3,6 +3,10 @@
 hyperparameters ─┐
 param, grad, state, count ──► which recording? ──► param, state
                                   └ none is right: record a step
+
+An average of the parameter over the steps is one more tensor of its state:
+
+    average ── average + (1 - ema) * (param - average) ──► average
 """
 
 from __future__ import annotations
@@ -84,6 +88,9 @@ def _second_moment(grad: Tensor, state: dict[str, Any], weight: float, eps: floa
 _RECORDABLE: Final[Mapping[type, type]] = {torch.optim.Adafactor: Adafactor}
 """The class that is recorded in place of one that cannot be."""
 
+EMA: Final = "ema"
+"""The name of the average in a parameter's state."""
+
 _REFUSED: Final[Mapping[type, str]] = {
     torch.optim.LBFGS: "it calls the loss several times a step; AdamW and SGD do not",
     torch.optim.SparseAdam: "it takes sparse gradients alone; a pipeline's are dense: take Adam",
@@ -119,6 +126,9 @@ class Updates:
         optimizer: a class of `torch.optim`, or one derived from `torch.optim.Optimizer`.
         hyper: what it is called with, beside the parameters.
         kernels: compiles it; None for nothing.
+        ema: the share that stays in each step of an exponential moving average of the parameter, as
+            `torch.optim.swa_utils.get_ema_multi_avg_fn` makes it (Polyak and Juditsky, 1992), which
+            begins with the parameters before the first step; None for no average.
 
     Raises:
         FpipeError: it is no such class, refuses `hyper`, or is one that cannot be had.
@@ -129,6 +139,7 @@ class Updates:
         optimizer: Callable[..., torch.optim.Optimizer],
         hyper: Mapping[str, Any],
         kernels: Kernels | None = None,
+        ema: float | None = None,
     ) -> None:
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
             raise FpipeError(
@@ -145,8 +156,8 @@ class Updates:
         # A class of a user's may read what its module has changed since.
         self._shares = optimizer.__module__.startswith("torch.optim.")
         self._recorded: dict[Hashable, list[Update]] = {}
-        self._checked: set[Hashable] = set()
         self._kernels = kernels
+        self._ema = ema
         self._hyper = _Hyper.of({})
         self.defaults = self.checked(hyper)
 
@@ -183,14 +194,19 @@ class Updates:
     def init(self, param: Tensor, hyper: Mapping[str, Any]) -> Moments:
         """The state before the first step, in which every number is 0: that step reads none."""
         update = self._at_first(param, hyper)
-        return {
+        state = {
             name: kind.empty().zero_()
             for name, kind in zip(update.state, update.shapes, strict=True)
         }
+        if self._ema is None:
+            return state
+        if EMA in state:
+            raise FpipeError(f"the optimizer has {EMA!r} in its state, the name of fpipe's average")
+        return state | {EMA: param.detach().clone()}
 
     def names(self, param: Tensor, hyper: Mapping[str, Any]) -> list[str]:
         """As `LeafUpdate.names`."""
-        return list(self._at_first(param, hyper).state)
+        return [*self._at_first(param, hyper).state, *[EMA] * (self._ema is not None)]
 
     def takes_stacked(self, params: Tensor, hyper: Mapping[str, Any]) -> bool:
         """As `LeafUpdate.takes_stacked`; an optimizer may go by the number of dimensions."""
@@ -226,6 +242,29 @@ class Updates:
         in_place: bool = False,
     ) -> tuple[Tensor, Moments]:
         """As `LeafUpdate`."""
+        if self._ema is None:
+            return self._moved(param, grad, moments, hyper, count, in_place)
+        if EMA not in moments:
+            raise FpipeError(
+                f"state.moments has no {EMA!r}: the state is that of a trainer without ema=; make "
+                "one by trainer.init(params)"
+            )
+        others = {name: value for name, value in moments.items() if name != EMA}
+        moved, state = self._moved(param, grad, others, hyper, count, in_place)
+        average, share = moments[EMA], 1 - self._ema
+        after = average.lerp_(moved, share) if in_place else average.lerp(moved, share)
+        return moved, state | {EMA: after}
+
+    def _moved(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        moments: Moments,
+        hyper: Mapping[str, Any],
+        count: int,
+        in_place: bool,
+    ) -> tuple[Tensor, Moments]:
+        """Parameter and state after the optimizer's step."""
         state = moments if count else None
         known = self._known(hyper)
         numbers = {**known.numbers, COUNT: float(count)}
@@ -283,17 +322,14 @@ class Updates:
                 return update
         kinds = tuple(map(LeafShape.of, (state or {}).values()))
         everywhere = self._optimizer, kind, kinds, torch.get_default_dtype(), autocasts()
-        shared = _recordings(everywhere) if self._shares else known
-        for update in shared:
-            if update.holds(values):
-                break
-        else:
+        shared = _recordings(everywhere) if self._shares else []
+        recorded = next((update for update in shared if update.holds(values)), None)
+        if recorded is None:
             chosen = {name: concrete(value) for name, value in hyper.by_name.items()}
-            update = record_update(self._optimizer, chosen, param, state, count)
-            shared.append(update)
-        if self._shares:
-            known.append(update)
-        return update
+            recorded = record_update(self._optimizer, chosen, param, state, count)
+            shared.append(recorded)
+        known.append(recorded)
+        return recorded
 
 
 @lru_cache(maxsize=1024)
