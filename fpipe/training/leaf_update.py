@@ -44,12 +44,6 @@ class LeafUpdate(Protocol):
     def takes_stacked(self, params: Tensor, hyper: Mapping[str, Any]) -> bool:
         """Whether parameters along dimension 0 may be taken for one, to the same bits."""
 
-    def held(self, value: Tensor, device: torch.device) -> Tensor:
-        """A tensor of a state, read from a file to the CPU, where it is to live.
-
-        One without dimensions is a number, which stays there; `device` is that of the parameter.
-        """
-
     def check_divided(self, name: str, param: Tensor, hyper: Mapping[str, Any]) -> None:
         """Refuse to update a part of a parameter by itself, where the whole would move otherwise.
 
@@ -110,10 +104,6 @@ class UpdatesOfMembers:
     def takes_stacked(self, params: Tensor, hyper: Mapping[str, Any]) -> bool:
         """As `LeafUpdate.takes_stacked`."""
         return False
-
-    def held(self, value: Tensor, device: torch.device) -> Tensor:
-        """As `LeafUpdate.held`."""
-        return self._updates.held(value, device)
 
     def check_divided(self, name: str, param: Tensor, hyper: Mapping[str, Any]) -> None:
         """As `LeafUpdate.check_divided`."""

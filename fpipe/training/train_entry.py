@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import inf
 from os import PathLike
 from typing import Any, get_args
@@ -11,11 +12,11 @@ from typing import Any, get_args
 import optree
 import torch
 
-from fpipe.errors import FpipeError, check_choice, check_flags
+from fpipe.errors import FpipeError, a_type, check_choice, check_flags
+from fpipe.inputs.host_memory import Keep, MappedFolder, on_the_cpu
 from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of
 from fpipe.training.compiled import kernels_of
 from fpipe.training.loss_scaling import read_loss_scale
-from fpipe.training.offloaded_state import offloaded
 from fpipe.training.stepping import Clip, Settings
 from fpipe.training.trainer import Trainer
 from fpipe.training.trees import Groups, LeafByLeaf, PairOfFunctions, Rule, read_groups
@@ -170,4 +171,22 @@ def _rule(
         flags = choice.flags(spec.children(), shared=False)
         return [flag for stage_flags in flags for flag in stage_flags]
 
-    return LeafByLeaf(offloaded(updates, offload), read_groups(groups), trained)
+    return LeafByLeaf(updates, read_groups(groups), trained, _keeping(offload))
+
+
+def _keeping(offload: str | PathLike[str] | None) -> Keep:
+    """The function that puts a state where the user's ``offload`` says.
+
+    Raises:
+        FpipeError: it is no path, or no directory can be there.
+    """
+    if offload is None:
+        return None
+    if not isinstance(offload, str | PathLike):
+        raise FpipeError(
+            f'offload={offload!r:.60} is {a_type(offload)}: it must be "cpu", a path of a '
+            "directory, or None"
+        )
+    if offload == "cpu":
+        return partial(on_the_cpu, pin=torch.cuda.is_available())
+    return MappedFolder(offload).hold

@@ -5,7 +5,11 @@ A rule is a pair of pure functions:
     init(params) -> moments
     update(grads, moments, params, count, hyper) -> params, moments
 
-A leaf has the default hyperparameters, those of its group, and those of a step.
+A leaf has the default hyperparameters, those of its group, and those of a step. Its state may live
+on the CPU, in its memory or in files, where its step is made then:
+
+    param, grad ── to the CPU ──► the optimizer's step ──► param, back to its device
+    state, on the CPU ──────────►        there         ──► state, on the CPU
 """
 
 from __future__ import annotations
@@ -21,11 +25,12 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.dtensors import Placed, local, placements_of
 from fpipe.errors import FpipeError, a_type, label_of
+from fpipe.inputs.host_memory import CPU, Keep
 from fpipe.inputs.params import Moved
 from fpipe.parameters.holding import names_of
 from fpipe.spec.convention import scaled
+from fpipe.torch_internals import is_transformed
 from fpipe.training.leaf_update import LeafUpdate, Moments, UpdatesOfMembers
-from fpipe.training.offloaded_state import Offloaded
 from fpipe.training.updates import EMA
 from fpipe.transforms.norms import square_of
 
@@ -117,6 +122,7 @@ class LeafSteps(NamedTuple):
         squares: find the squares of the gradients' norms, too.
         in_place: write into the leaves and their moments.
         unscale: what gradients are multiplied with first.
+        keep: puts a tensor of the state where it lives on the CPU; None for beside its parameter.
     """
 
     updates: LeafUpdate
@@ -129,6 +135,7 @@ class LeafSteps(NamedTuple):
     squares: bool
     in_place: bool = False
     unscale: float = 1.0
+    keep: Keep = None
 
     def move(self, place: int, leaf: Tensor, grad: Tensor, state: Moments | None) -> Moved:
         """Update one leaf; it stays if it has no moments."""
@@ -137,10 +144,24 @@ class LeafSteps(NamedTuple):
         square = square_of(grad) if self.squares else None
         if state is None:
             return Moved(leaf, None, square)
-        hyper, parts = self.hypers[place], {name: local(value) for name, value in state.items()}
-        value, parts = self.updates(leaf, grad, parts, hyper, self.before, in_place=self.in_place)
+        parts = {name: local(value) for name, value in state.items()}
+        here = leaf
+        if self.keep is not None:
+            if is_transformed(leaf) or is_transformed(grad):
+                raise FpipeError(
+                    "offload= within a transform of torch.func, which follows no value to the CPU: "
+                    "make the trainer without it"
+                )
+            here, grad = leaf.to(CPU), grad.to(CPU)
+        value, parts = self.updates(
+            here, grad, parts, self.hypers[place], self.before, in_place=self.in_place
+        )
         if self.in_place:
+            if here is not leaf:
+                leaf.copy_(value)
             return Moved(leaf, state, square)
+        if self.keep is not None:
+            value, parts = value.to(leaf.device), _kept(parts, self.keep)
         return Moved(value, _placed(parts, leaf, self.places[place]), square)
 
     def move_others(self, moved: dict[int, Moved], grads: Any) -> None:
@@ -179,23 +200,30 @@ class LeafByLeaf:
         updates: its pure step.
         groups: as `read_groups` returns them.
         has_gradient: which leaves have a gradient.
+        keep: as in `LeafSteps`.
     """
 
-    def __init__(self, updates: LeafUpdate, groups: Sequence[Group], has_gradient: Trained) -> None:
+    def __init__(
+        self,
+        updates: LeafUpdate,
+        groups: Sequence[Group],
+        has_gradient: Trained,
+        keep: Keep = None,
+    ) -> None:
         self._updates = updates
         self._groups = groups
         self._has_gradient = has_gradient
+        self._keep = keep
         self._members: dict[optree.PyTreeSpec, list[int]] = {}
         defaults = updates.defaults
         self._defaults = [updates.replaced(defaults, group.hyper or {}) for group in groups]
 
     def of_members(self) -> LeafByLeaf:
         """The same optimizer for the members of an ensemble, stacked along dimension 0."""
-        if isinstance(self._updates, Offloaded):
-            updates: LeafUpdate = self._updates.with_updates(_of_members)
-        else:
-            updates = _of_members(self._updates)
-        return LeafByLeaf(updates, self._groups, self._has_gradient)
+        if isinstance(self._updates, UpdatesOfMembers):
+            raise FpipeError("fpipe.vmap of a trainer that has members already: map it once")
+        updates = UpdatesOfMembers(self._updates)
+        return LeafByLeaf(updates, self._groups, self._has_gradient, self._keep)
 
     def init(self, params: Any) -> Any:
         """Zeros in the shapes of the optimizer's state, for each leaf that is trained."""
@@ -204,9 +232,11 @@ class LeafByLeaf:
         moments: list[Any] = [None] * len(leaves)
         for index, hyper in self._moved(leaves, spec):
             leaf = leaves[index]
+            here = leaf if self._keep is None else leaf.detach().to(CPU)
             if places[index] is not None:
-                self._updates.check_divided(names[index], leaf, hyper)
-            moments[index] = _placed(self._updates.init(leaf, hyper), leaf, places[index])
+                self._updates.check_divided(names[index], here, hyper)
+            state = _kept(self._updates.init(here, hyper), self._keep)
+            moments[index] = _placed(state, leaf, places[index])
         return pytree.of_entries(spec, moments)
 
     def trained(self, params: Any) -> Iterator[tuple[str, Tensor]]:
@@ -219,11 +249,18 @@ class LeafByLeaf:
         """The names of what `init` makes, by those of the leaves that are trained."""
         leaves, spec = pytree.flatten(params)
         names, moved = names_of(spec), self._moved(leaves, spec)
+        if self._keep is not None:
+            leaves = [torch.empty_like(leaf, device=CPU) for leaf in leaves]
         return {names[at]: self._updates.names(leaves[at], hyper) for at, hyper in moved}
 
     def held(self, value: Tensor, device: torch.device) -> Tensor:
-        """As `LeafUpdate.held`."""
-        return self._updates.held(value, device)
+        """A tensor of a state, read from a file to the CPU, where it is to live.
+
+        One without dimensions is a number, which stays there; `device` is that of the parameter.
+        """
+        if not value.dim():
+            return value
+        return value.to(device) if self._keep is None else self._keep(value)
 
     def averages(self, params: Any, moments: Any) -> Any:
         """The average of each leaf that is trained, and the other leaves as they are."""
@@ -280,6 +317,7 @@ class LeafByLeaf:
             squares,
             in_place,
             unscale,
+            self._keep,
         )
 
     def _hyper(self, member: int, step: Mapping[str, Any]) -> dict[str, Any]:
@@ -332,10 +370,11 @@ class PairOfFunctions:
         return pytree.unflatten(spec, moved), moments
 
 
-def _of_members(updates: LeafUpdate) -> LeafUpdate:
-    if isinstance(updates, UpdatesOfMembers):
-        raise FpipeError("fpipe.vmap of a trainer that has members already: map it once")
-    return UpdatesOfMembers(updates)
+def _kept(state: Moments, keep: Keep) -> Moments:
+    """The state of a parameter where it is to live; without dimensions it is a number."""
+    if keep is None:
+        return state
+    return {name: keep(value) if value.dim() else value for name, value in state.items()}
 
 
 def _placed(state: Moments, leaf: Tensor, place: Placed | None) -> Moments:

@@ -216,10 +216,6 @@ class Updates:
         nodes = all_.graph.graph.nodes
         return one.graph.code == all_.graph.code and all(map(is_elementwise, nodes))
 
-    def held(self, value: Tensor, device: torch.device) -> Tensor:
-        """As `LeafUpdate.held`."""
-        return value.to(device) if value.dim() else value
-
     def check_divided(self, name: str, param: Tensor, hyper: Mapping[str, Any]) -> None:
         """As `LeafUpdate.check_divided`."""
         update = self._at_first(param, hyper)
