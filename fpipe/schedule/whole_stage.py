@@ -10,8 +10,9 @@ many microbatches of gradients are added up before they are reduced (FSDP and Ze
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import inf
 from typing import Final, NamedTuple
 
@@ -155,26 +156,16 @@ def _read(name: str, value: int | str, of: str) -> float:
     return number
 
 
-def _segments(row: Sequence[Action]) -> list[tuple[int, list[Action]]]:
-    """The row as runs of actions of one stage."""
-    segments: list[tuple[int, list[Action]]] = []
-    for action in row:
-        if not segments or segments[-1][0] != action.stage:
-            segments.append((action.stage, []))
-        segments[-1][1].append(action)
-    return segments
-
-
 def _gathered(row: Sequence[Action], window: float) -> list[Action]:
     """The row with `UNSHARD` and `RESHARD`, and at most `window` stages gathered at any time.
 
     The stage that is needed next is gathered while the one before it computes, if there is room;
     to make room, that goes which is needed last (Belady's rule).
     """
-    segments = _segments(row)
+    segments = [(stage, list(run)) for stage, run in groupby(row, key=lambda each: each.stage)]
     stages = list(dict.fromkeys(stage for stage, _ in segments))
     if window >= len(stages):
-        return [*(_unshard(stage) for stage in stages), *_until_last_use(row)]
+        return [*(Action(stage, Op.UNSHARD, None) for stage in stages), *_until_last_use(row)]
     gathered: list[Action] = []
     held: list[int] = []
 
@@ -194,9 +185,9 @@ def _gathered(row: Sequence[Action], window: float) -> list[Action]:
             if next_use(last, after) < next_use(stage, after):
                 return
             held.remove(last)
-            gathered.append(_reshard(last))
+            gathered.append(Action(last, Op.RESHARD, None))
         held.append(stage)
-        gathered.append(_unshard(stage))
+        gathered.append(Action(stage, Op.UNSHARD, None))
 
     for at, (stage, actions) in enumerate(segments):
         gather(stage, at, keep=-1)
@@ -205,7 +196,7 @@ def _gathered(row: Sequence[Action], window: float) -> list[Action]:
         gathered += actions
         if next_use(stage, at + 1) == inf:
             held.remove(stage)
-            gathered.append(_reshard(stage))
+            gathered.append(Action(stage, Op.RESHARD, None))
     return gathered
 
 
@@ -215,41 +206,27 @@ def _until_last_use(row: Sequence[Action]) -> Iterator[Action]:
     for at, action in enumerate(row):
         yield action
         if last[action.stage] == at:
-            yield _reshard(action.stage)
+            yield Action(action.stage, Op.RESHARD, None)
 
 
 def _reduced(row: Sequence[Action], every: float) -> list[Action]:
     """The row with `REDUCE_GRAD` of a stage after so many weight gradients, and after the last."""
-    left: dict[int, int] = {}
-    for stage, op, _ in row:
-        left[stage] = left.get(stage, 0) + (op in (Op.W, Op.B))
-    since = dict.fromkeys(left, 0)
+    left = Counter(stage for stage, op, _ in row if op in (Op.W, Op.B))
+    since: Counter[int] = Counter()
     reduced: list[Action] = []
-    due: int | None = None
+    due: list[Action] = []
     for action in row:
         stage, op, _ = action
-        if due is not None and op in COMPUTE_OPS:
-            reduced.append(_reduce_grad(due))
-            due = None
+        if op in COMPUTE_OPS:
+            reduced += due
+            due = []
         reduced.append(action)
         if op in (Op.W, Op.B):
             left[stage] -= 1
             since[stage] += 1
             if since[stage] >= every or not left[stage]:
-                due, since[stage] = stage, 0
-    return reduced if due is None else [*reduced, _reduce_grad(due)]
-
-
-def _unshard(stage: int) -> Action:
-    return Action(stage, Op.UNSHARD, None)
-
-
-def _reshard(stage: int) -> Action:
-    return Action(stage, Op.RESHARD, None)
-
-
-def _reduce_grad(stage: int) -> Action:
-    return Action(stage, Op.REDUCE_GRAD, None)
+                due, since[stage] = [Action(stage, Op.REDUCE_GRAD, None)], 0
+    return reduced + due
 
 
 def whole_stage_rows(

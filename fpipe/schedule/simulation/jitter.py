@@ -122,11 +122,9 @@ def _durations(
 ) -> Vector:
     """How long an action takes in each trial."""
     stage, op, microbatch = action
-    times = {Op.F: costs.f, Op.I: costs.i, Op.W: costs.w, Op.B: costs.b}
-    whole = {Op.UNSHARD: costs.unshard, Op.REDUCE_GRAD: costs.reduce_grad, Op.UPDATE: costs.update}
-    usual = times[op][stage] * sizes[microbatch] if microbatch is not None else 0.0
-    if op in whole:
-        usual = whole[op][stage]
+    usual = 0.0 if op == Op.RESHARD else getattr(costs, op.lower())[stage]  # which bear its name
+    if microbatch is not None:
+        usual *= sizes[microbatch]
     if not usual:
         return [0.0] * draws.trials
     factors, stalls = draws.factors(action, rank)
