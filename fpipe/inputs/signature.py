@@ -314,6 +314,13 @@ def memory_of(value: Tensor) -> int:
     return getattr(value, "elem", value).untyped_storage()._cdata
 
 
+def extent_of(value: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte, and behind its last."""
+    steps = zip(value.shape, value.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return value.data_ptr(), value.data_ptr() + (last + 1) * value.element_size()
+
+
 def is_differentiable(value: Tensor) -> bool:
     """Whether a value of this dtype can have a gradient."""
     return value.dtype.is_floating_point or value.dtype.is_complex

@@ -122,8 +122,6 @@ def balance(
         >>> balance.cuts
         ('1', '3')
     """
-    if is_compiling is not None:
-        check_flags(is_compiling=is_compiling)
     definition = definition_of(
         module,
         loss,

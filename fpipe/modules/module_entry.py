@@ -204,8 +204,6 @@ def from_module(
     """
     group = group_of(group, mesh, schedule)
     check_flags(measure=measure, has_key=has_key)
-    if is_compiling is not None:
-        check_flags(is_compiling=is_compiling)
     if measure and mesh is not None and group is not None and mesh.size() > group.size():
         raise StageError(
             f"measure=True with a mesh of {mesh.size()} processes, in which a pipeline has "

@@ -22,6 +22,7 @@ from torch.nn.modules import module as modules
 
 from fpipe.checks.explain import Untraceable, place, told_apart
 from fpipe.errors import StageError, a_type, error_text
+from fpipe.inputs.signature import extent_of
 from fpipe.trace.isolation import is_compiling as traced_as_compiled
 from fpipe.trace.overrides.standin import Turns
 
@@ -253,18 +254,13 @@ def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share bytes of one memory, or the ranges between their ends do."""
-    first, second = _reach(one), _reach(other)
-    if first is None or second is None or first[0] != second[0]:
+    """Whether the ranges of memory between the ends of two tensors have bytes in common."""
+    if not (_has_memory(one) and _has_memory(other)):
         return False
-    return first[1] < second[2] and second[1] < first[2]
+    (start, end), (other_start, other_end) = extent_of(one), extent_of(other)
+    return start < other_end and other_start < end
 
 
-def _reach(value: Tensor) -> tuple[int, int, int] | None:
-    """The addresses of its memory, of its first byte, and of the byte after its last."""
-    plain = type(value) in (Tensor, nn.Parameter, nn.Buffer)
-    if not plain or value.is_meta or value.layout != torch.strided or not value.numel():
-        return None
-    last = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-    begin = value.data_ptr()
-    return value.untyped_storage().data_ptr(), begin, begin + (last + 1) * value.itemsize
+def _has_memory(value: Tensor) -> bool:
+    plain = type(value) in (Tensor, nn.Parameter, nn.Buffer) and value.layout == torch.strided
+    return plain and not value.is_meta and value.numel() > 0

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fpipe.divide.cuts import cut
-from fpipe.errors import BatchError, FpipeError, StageError, a_type, few
+from fpipe.errors import BatchError, FpipeError, StageError, a_type, check_flags, few
 from fpipe.modules.module_buffers import check_state, refuse_missing
 from fpipe.modules.module_forward import (
     explaining,
@@ -372,6 +372,8 @@ def definition_of(
             f"module={module!r:.60} is {a_type(module)}: from_module takes a "
             "torch.nn.Module; fpipe.pipeline takes functions"
         )
+    if is_compiling is not None:
+        check_flags(is_compiling=is_compiling)
     refuse_lost(module)
     options = _of_own_loss(options) if loss is None else options
     trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}

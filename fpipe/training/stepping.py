@@ -27,6 +27,7 @@ from fpipe.errors import FpipeError
 from fpipe.execute.gathering import home_of
 from fpipe.inputs.ambient import is_within
 from fpipe.inputs.params import Move
+from fpipe.inputs.signature import extent_of
 from fpipe.parameters.holding import names_of
 from fpipe.pipelines import Pipeline, engine_of
 from fpipe.spec.convention import DEFERRED, PLAIN, STATE, scaled
@@ -358,7 +359,7 @@ def check_donated(params: Any, hyper: Iterable[Any]) -> None:
     for place, leaf in enumerate(leaves):
         tensor = local(leaf)
         if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.numel():
-            start, end = _extent(tensor)
+            start, end = extent_of(tensor)
             ends.append((start, end, place))
     ends.sort()
     for (_, end, first), (start, _, second) in pairwise(ends):
@@ -377,11 +378,3 @@ def clones(params: Any, state: TrainState) -> tuple[Any, TrainState]:
         lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, (params, state)
     )
     return copied
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte, and behind its last."""
-    start = tensor.data_ptr()
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    return start, start + (last + 1) * tensor.element_size()

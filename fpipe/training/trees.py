@@ -27,11 +27,12 @@ from fpipe.dtensors import Placed, local, placements_of
 from fpipe.errors import FpipeError, a_type, label_of
 from fpipe.inputs.host_memory import CPU, Keep
 from fpipe.inputs.params import Moved
+from fpipe.inputs.signature import is_differentiable
 from fpipe.parameters.holding import names_of
 from fpipe.spec.convention import scaled
 from fpipe.torch_internals import is_transformed
-from fpipe.training.leaf_update import LeafUpdate, Moments, UpdatesOfMembers
-from fpipe.training.updates import EMA
+from fpipe.training.member_updates import UpdatesOfMembers
+from fpipe.training.updates import EMA, Moments, Updates
 from fpipe.transforms.norms import square_of
 
 Path = tuple[Any, ...]
@@ -125,7 +126,7 @@ class LeafSteps(NamedTuple):
         keep: puts a tensor of the state where it lives on the CPU; None for beside its parameter.
     """
 
-    updates: LeafUpdate
+    updates: Updates | UpdatesOfMembers
     spec: optree.PyTreeSpec
     leaves: Sequence[Tensor]
     states: Sequence[Any]
@@ -205,7 +206,7 @@ class LeafByLeaf:
 
     def __init__(
         self,
-        updates: LeafUpdate,
+        updates: Updates | UpdatesOfMembers,
         groups: Sequence[Group],
         has_gradient: Trained,
         keep: Keep = None,
@@ -388,7 +389,7 @@ def _placed(state: Moments, leaf: Tensor, place: Placed | None) -> Moments:
 
 
 def _has_gradient(leaf: Tensor) -> bool:
-    return not leaf.is_meta and (leaf.is_floating_point() or leaf.is_complex())
+    return not leaf.is_meta and is_differentiable(leaf)
 
 
 def entries_of(spec: optree.PyTreeSpec, tree: Any, name: str) -> list[Any]:

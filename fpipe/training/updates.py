@@ -24,7 +24,6 @@ from fpipe.inputs.ambient import autocasts
 from fpipe.inputs.signature import LeafShape
 from fpipe.torch_internals import is_transformed
 from fpipe.training.compiled import Kernels, is_elementwise, reads_numbers
-from fpipe.training.leaf_update import Moments
 from fpipe.training.recorded_step import (
     COUNT,
     Update,
@@ -35,6 +34,9 @@ from fpipe.training.recorded_step import (
     record_update,
 )
 from fpipe.training.scalars import WithTensors
+
+Moments = dict[str, Tensor]
+"""The state of one parameter, by the names that the optimizer gives: ``exp_avg``."""
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -118,7 +120,7 @@ class _Hyper(NamedTuple):
 
 
 class Updates:
-    """A `LeafUpdate` that records the step of one optimizer, for each kind of parameter once.
+    """The step of one optimizer, as a pure function, recorded once for each kind of parameter.
 
     All trainers of a process share the recordings of an optimizer of torch's own.
 
@@ -129,6 +131,9 @@ class Updates:
         ema: the share that stays in each step of an exponential moving average of the parameter, as
             `torch.optim.swa_utils.get_ema_multi_avg_fn` makes it (Polyak and Juditsky, 1992), which
             begins with the parameters before the first step; None for no average.
+
+    Attributes:
+        defaults: hyperparameters by default.
 
     Raises:
         FpipeError: it is no such class, refuses `hyper`, or is one that cannot be had.
@@ -185,7 +190,11 @@ class Updates:
         return defaults | chosen
 
     def replaced(self, hyper: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
-        """As `LeafUpdate.replaced`."""
+        """All hyperparameters, of which some are replaced.
+
+        Raises:
+            FpipeError: the optimizer does not have one of them, or refuses it.
+        """
         if by:
             known = {name: value for name, value in hyper.items() if name in self._arguments}
             self.checked(known | dict(by))
@@ -205,11 +214,14 @@ class Updates:
         return state | {EMA: param.detach().clone()}
 
     def names(self, param: Tensor, hyper: Mapping[str, Any]) -> list[str]:
-        """As `LeafUpdate.names`."""
+        """The names of what `init` makes, without making it."""
         return [*self._at_first(param, hyper).state, *[EMA] * (self._ema is not None)]
 
     def takes_stacked(self, params: Tensor, hyper: Mapping[str, Any]) -> bool:
-        """As `LeafUpdate.takes_stacked`; an optimizer may go by the number of dimensions."""
+        """Whether parameters along dimension 0 may be taken for one, to the same bits.
+
+        An optimizer may go by the number of dimensions.
+        """
         if params.dim() < 2 or not len(params):
             return False
         one, all_ = (self._at_first(p, hyper) for p in (params[0], params))
@@ -217,7 +229,11 @@ class Updates:
         return one.graph.code == all_.graph.code and all(map(is_elementwise, nodes))
 
     def check_divided(self, name: str, param: Tensor, hyper: Mapping[str, Any]) -> None:
-        """As `LeafUpdate.check_divided`."""
+        """Refuse to update a part of a parameter by itself, where the whole would move otherwise.
+
+        Raises:
+            FpipeError: the optimizer computes with more than the elements one by one.
+        """
         update = self._at_first(param, hyper)
         odd = [node for node in update.graph.graph.nodes if not is_elementwise(node)]
         if odd:
@@ -237,7 +253,17 @@ class Updates:
         *,
         in_place: bool = False,
     ) -> tuple[Tensor, Moments]:
-        """As `LeafUpdate`."""
+        """The parameter and its state after one step.
+
+        Args:
+            param: any shape and floating-point dtype.
+            grad: like `param`.
+            moments: what `init` or the step before has returned.
+            hyper: all hyperparameters. A float may be a tensor without dimensions, which may be
+                mapped by `torch.func.vmap` or have a history of autograd.
+            count: how many steps were made before.
+            in_place: write into `param` and `moments`, and return them.
+        """
         if self._ema is None:
             return self._moved(param, grad, moments, hyper, count, in_place)
         if EMA not in moments:

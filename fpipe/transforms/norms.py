@@ -15,6 +15,7 @@ from fpipe.dtensors import add_over_meshes, placements_of
 from fpipe.engine import Engine
 from fpipe.errors import FpipeError, a_type
 from fpipe.execute.header import NORMS, Addend
+from fpipe.inputs.signature import is_differentiable
 from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of, in_use
 from fpipe.spec.convention import scaled
 from fpipe.transforms.wrapped_pipelines import Wrapping
@@ -176,7 +177,7 @@ def _leaves(grads: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
         raise FpipeError(f"grads is {a_type(grads)}: pass its {' or '.join(names)}")
     leaves, spec = pytree.flatten(grads)
     for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        if not isinstance(leaf, Tensor) or not is_differentiable(leaf):
             raise FpipeError(
                 f"grads{pytree.paths(spec)[index]}={leaf!r:.60} is not a floating-point tensor: "
                 "what has no gradient must be None"

@@ -1,12 +1,9 @@
-"""An optimizer's step of one parameter: a pure function of it, its gradient and state.
-
-Those of all members of an ensemble are one step too.
-"""
+"""The steps of all members of an ensemble as one step of stacked parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,99 +11,38 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.errors import FpipeError
 from fpipe.torch_internals import is_transformed
-
-Moments = dict[str, Tensor]
-"""The state of one parameter, by the names that the optimizer gives: ``exp_avg``."""
-
-
-class LeafUpdate(Protocol):
-    """The pure step of one optimizer, for parameters of any kind.
-
-    Attributes:
-        defaults: hyperparameters by default.
-    """
-
-    defaults: dict[str, Any]
-
-    def replaced(self, hyper: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
-        """All hyperparameters, of which some are replaced.
-
-        Raises:
-            FpipeError: the optimizer does not have one of them, or refuses it.
-        """
-
-    def init(self, param: Tensor, hyper: Mapping[str, Any]) -> Moments:
-        """The state before the first step."""
-
-    def names(self, param: Tensor, hyper: Mapping[str, Any]) -> list[str]:
-        """The names of what `init` makes, without making it."""
-
-    def takes_stacked(self, params: Tensor, hyper: Mapping[str, Any]) -> bool:
-        """Whether parameters along dimension 0 may be taken for one, to the same bits."""
-
-    def check_divided(self, name: str, param: Tensor, hyper: Mapping[str, Any]) -> None:
-        """Refuse to update a part of a parameter by itself, where the whole would move otherwise.
-
-        Raises:
-            FpipeError: the optimizer computes with more than the elements one by one.
-        """
-
-    def __call__(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        moments: Moments,
-        hyper: Mapping[str, Any],
-        count: int,
-        *,
-        in_place: bool = False,
-    ) -> tuple[Tensor, Moments]:
-        """The parameter and its state after one step.
-
-        Args:
-            param: any shape and floating-point dtype.
-            grad: like `param`.
-            moments: what `init` or the step before has returned.
-            hyper: all hyperparameters. A float may be a tensor without dimensions, which may be
-                mapped by `torch.func.vmap` or have a history of autograd.
-            count: how many steps were made before.
-            in_place: write into `param` and `moments`, and return them.
-        """
+from fpipe.training.updates import Moments, Updates
 
 
 class UpdatesOfMembers:
-    """A `LeafUpdate`, mapped over the first dimension of parameter, gradient and state.
+    """`Updates`, mapped over the first dimension of parameter, gradient and state.
 
     A hyperparameter may be a tensor of one dimension, with a number for each member.
     """
 
-    def __init__(self, updates: LeafUpdate) -> None:
+    def __init__(self, updates: Updates) -> None:
         self._updates = updates
         self._elementwise: dict[Any, bool] = {}
         self.defaults = updates.defaults
 
     def replaced(self, hyper: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
-        """As `LeafUpdate.replaced`; of a number for each member the first is looked at."""
+        """As `Updates.replaced`; of a number for each member the first is looked at."""
         self._updates.replaced(hyper, {name: _of_first(value) for name, value in by.items()})
         return dict(hyper) | dict(by)
 
     def init(self, param: Tensor, hyper: Mapping[str, Any]) -> Moments:
-        """As `LeafUpdate.init`, with the members along dimension 0."""
+        """As `Updates.init`, with the members along dimension 0."""
         shared = {name: _of_first(value) for name, value in hyper.items()}
         state: Moments = torch.func.vmap(lambda p: self._updates.init(p, shared))(param)
         return pytree.tree_map(torch.clone, state)
 
     def names(self, param: Tensor, hyper: Mapping[str, Any]) -> list[str]:
-        """As `LeafUpdate.names`."""
+        """As `Updates.names`."""
         shared = {name: _of_first(value) for name, value in hyper.items()}
         return self._updates.names(param[0], shared)
 
-    def takes_stacked(self, params: Tensor, hyper: Mapping[str, Any]) -> bool:
-        """As `LeafUpdate.takes_stacked`."""
-        return False
-
     def check_divided(self, name: str, param: Tensor, hyper: Mapping[str, Any]) -> None:
-        """As `LeafUpdate.check_divided`."""
+        """As `Updates.check_divided`."""
         self._updates.check_divided(name, param[0], hyper)
 
     def __call__(
@@ -119,7 +55,7 @@ class UpdatesOfMembers:
         *,
         in_place: bool = False,
     ) -> tuple[Tensor, Moments]:
-        """As `LeafUpdate`, with the members along dimension 0 of all tensors."""
+        """As `Updates`, with the members along dimension 0 of all tensors."""
         each = {name: value for name, value in hyper.items() if _is_of_members(value)}
         for name, value in each.items():
             if len(value) != len(param):
