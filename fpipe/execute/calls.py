@@ -32,6 +32,7 @@ from fpipe.execute.header import (
 )
 from fpipe.execute.meshes import Facts, Rows, check_meshes, facts_of
 from fpipe.execute.offer import (
+    BatchShape,
     Offer,
     check_numbers,
     check_offers,
@@ -65,7 +66,7 @@ class Arguments(NamedTuple):
         params: with the parts of this rank's stages.
         parts: the batch, None where the rank was given none.
         shapes: the parameters of each of its stages.
-        batch: the batch's shapes.
+        batch: the same without its data.
         key: of the step, None for none.
         whole: the batch, as stages take it.
         held: of one function, which leaves of its parameters have data here; else None.
@@ -76,7 +77,7 @@ class Arguments(NamedTuple):
     params: Parameters
     parts: SplitBatch | None
     shapes: Mapping[int, TreeShape]
-    batch: tuple[TreeShape, ...] | None
+    batch: BatchShape | None
     key: Words | None
     whole: Any
     held: tuple[bool, ...] | None
@@ -275,9 +276,7 @@ class Calls:
     def _header(self, arguments: Arguments | None, name: str) -> Header:
         if arguments is None:
             return Header(1, CALLS.index(name), 0, 0, 0, divided=self._divided)
-        batch = 0
-        if arguments.parts is not None:
-            batch = identity((arguments.parts.division, arguments.batch))
+        batch = 0 if arguments.batch is None else identity(arguments.batch)
         params = identity((*arguments.shapes.items(), arguments.held, self._planner.ambient()))
         records = int(ACTIVE.get() is not None)
         offsets = _offsets(arguments) if self._device.type == "cuda" else 0
@@ -300,7 +299,11 @@ class Calls:
         parts, shapes = None, None
         if batch is not None:
             parts = self._reader.batch(batch)
-            shapes = tuple(shape.on(NOWHERE) for shape in batch_shapes(parts))
+            shapes = BatchShape(
+                parts.rows,
+                parts.kinds,
+                tuple(shape.on(NOWHERE) for shape in batch_shapes(parts)),
+            )
         described = params.shapes(NOWHERE)
         params_shapes = {stage: described[stage] for stage in self._stages}
         held = None
@@ -325,9 +328,6 @@ class Calls:
             setup=self._setup,
             params={} if arguments is None else arguments.shapes,
             held=None if arguments is None else arguments.held,
-            division=None
-            if arguments is None or arguments.parts is None
-            else arguments.parts.division,
             batch=None if arguments is None else arguments.batch,
             sample=self._sample(arguments),
             ambient=self._planner.ambient(),
@@ -339,8 +339,7 @@ class Calls:
         offers: list[Offer] = gather_objects(offer, self._control)
         check_offers(offers, self._rank, problem)
         warn_of_other_numbers(offers)
-        reader = next(o for o in offers if o.batch is not None)
-        assert reader.division is not None and reader.batch is not None
+        rows, kinds, shapes = next(o.batch for o in offers if o.batch is not None)
         shared = shared_parameters(offers)
         return Signature(
             goal,
@@ -348,8 +347,9 @@ class Calls:
                 (shared or offers[rank].params[stage]).on(self._device)
                 for stage, rank in enumerate(self._schedule.placement)
             ),
-            *reader.division,
-            tuple(shape.on(self._device) for shape in reader.batch),
+            rows,
+            kinds,
+            tuple(shape.on(self._device) for shape in shapes),
             self._planner.ambient(),
         )
 

@@ -22,6 +22,24 @@ from fpipe.inputs.signature import TreeShape, in_words, unlike_keys
 log = logging.getLogger("fpipe")
 
 
+class BatchShape(NamedTuple):
+    """A batch without its data.
+
+    Attributes:
+        rows: of each microbatch.
+        kinds: of each microbatch, as in `SplitBatch`.
+        shapes: of a microbatch of each kind.
+    """
+
+    rows: tuple[int, ...]
+    kinds: tuple[int, ...]
+    shapes: tuple[TreeShape, ...]
+
+    def microbatch(self, number: int) -> tuple[int, TreeShape]:
+        """The rows and the shape of a microbatch."""
+        return self.rows[number], self.shapes[self.kinds[number]]
+
+
 class Offer(NamedTuple):
     """A rank's proposal for a new plan.
 
@@ -29,8 +47,7 @@ class Offer(NamedTuple):
         setup: digest of everything that must be the same on all ranks, by name.
         params: the parameters of its own stages; of one function all of them, for each.
         held: of one function, which leaves of its parameters have data there; else None.
-        division: rows and kinds of all microbatches, None without a batch.
-        batch: a microbatch of each kind, None without a batch.
+        batch: that it was given, None without one.
         sample: numbers of its batch, None without a batch.
         ambient: what else its traces depend on.
         schedule: in words.
@@ -40,8 +57,7 @@ class Offer(NamedTuple):
     setup: Mapping[str, str]
     params: Mapping[int, TreeShape]
     held: tuple[bool, ...] | None
-    division: tuple[tuple[int, ...], tuple[int, ...]] | None
-    batch: tuple[TreeShape, ...] | None
+    batch: BatchShape | None
     sample: Sample | None
     ambient: Ambient
     schedule: str
@@ -69,7 +85,7 @@ def check_offers(offers: Sequence[Offer], this_rank: int, problem: Exception | N
                 f"rank {rank_or_none} has another {name} than the other ranks{more}: the pipelines "
                 "of all ranks must have the same",
             )
-    batches = {rank: (o.division, o.batch) for rank, o in enumerate(offers) if o.batch is not None}
+    batches = {rank: o.batch for rank, o in enumerate(offers) if o.batch is not None}
     if not batches:
         raise refusal(None, "no rank was given a batch: at least that of stage 0 needs it")
     ranks = list(batches)
@@ -77,11 +93,12 @@ def check_offers(offers: Sequence[Offer], this_rank: int, problem: Exception | N
     if odd is not None:
         rank = ranks[odd]
         other = next(r for r in ranks if batches[r] != batches[rank])
-        at = _first_unlike(offers[rank], offers[other])
+        batch, other_batch = batches[rank], batches[other]
+        at = _first_unlike(batch, other_batch)
         raise refusal(
             rank,
-            f"rank {rank} got a batch {_unlike(offers[rank], offers[other], at)}, "
-            f"{_rows(offers[rank], at)}, than rank {other}, {_rows(offers[other], at)}: pass the "
+            f"rank {rank} got a batch {_unlike(batch, other_batch, at)}, {_rows(batch, at)}, than "
+            f"rank {other}, {_rows(other_batch, at)}: pass the "
             "same on all ranks, of which leaves that a rank does not read may lie on the meta "
             "device",
         )
@@ -251,36 +268,25 @@ def unsendable(offer: Offer) -> BatchError | None:
     return None
 
 
-def _unlike(one: Offer, other: Offer, at: int) -> str:
+def _unlike(one: BatchShape, other: BatchShape, at: int) -> str:
     """How two microbatches differ; the caller's message shows leaves, but no structures."""
-    tree, other_tree = _microbatch(one, at)[1], _microbatch(other, at)[1]
+    tree, other_tree = one.microbatch(at)[1], other.microbatch(at)[1]
     if tree.spec != other_tree.spec:
         return "of another structure"
     same = tree.orders == other_tree.orders
     return "of another shape" if same else f"with keys {unlike_keys(tree, other_tree)}"
 
 
-def _microbatch(offer: Offer, number: int) -> tuple[int, TreeShape]:
-    """The rows and the shape of a microbatch of the batch that a rank was given."""
-    assert offer.division is not None and offer.batch is not None
-    rows, kinds = offer.division
-    return rows[number], offer.batch[kinds[number]]
+def _first_unlike(one: BatchShape, other: BatchShape) -> int:
+    """The first microbatch in which two batches differ; both have as many, as the schedule has."""
+    differs = (n for n in range(len(one.rows)) if one.microbatch(n) != other.microbatch(n))
+    return next(differs, 0)
 
 
-def _first_unlike(one: Offer, other: Offer) -> int:
-    """The first microbatch in which two batches differ."""
-    assert one.division is not None
-    count = len(one.division[0])  # the same on all ranks, as the schedule is
-    unlike = (n for n in range(count) if _microbatch(one, n) != _microbatch(other, n))
-    return next(unlike, 0)
-
-
-def _rows(offer: Offer, at: int) -> str:
+def _rows(batch: BatchShape, at: int) -> str:
     """The rows of a batch, and one of its microbatches."""
-    assert offer.division is not None
-    spec, shapes, _ = _microbatch(offer, at)[1]
+    spec, shapes, _ = batch.microbatch(at)[1]
     named_leaves = zip(pytree.paths(spec), shapes, strict=True)
     leaves = ", ".join(f"batch{path}: {in_words(leaf)}" for path, leaf in named_leaves)
-    rows = sum(offer.division[0])
     which = f"of which microbatch {at} is" if at else "in microbatches of"
-    return f"{rows} rows {which} [{leaves}]"
+    return f"{sum(batch.rows)} rows {which} [{leaves}]"

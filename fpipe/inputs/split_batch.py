@@ -45,11 +45,6 @@ class SplitBatch:
         sizes = [sum(leaf.numel() for leaf in leaves) for leaves in self.leaves]
         return sizes.index(max(sizes))
 
-    @property
-    def division(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rows and kinds of all microbatches: how the batch is divided."""
-        return self.rows, self.kinds
-
 
 def split(
     batch: Any, in_dims: Any, microbatches: int, *, may_lack_rows: bool = False
