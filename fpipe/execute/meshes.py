@@ -35,7 +35,7 @@ from fpipe.plan.plan import Plan
 from fpipe.program.interpreter import Run
 from fpipe.program.program import Program
 from fpipe.program.replica_collectives import collectives_of
-from fpipe.program.replica_layout import gathered
+from fpipe.program.replica_layout import flattened, gathered, taken_apart
 from fpipe.spec.data import Data
 from fpipe.transport.connect import connect, wake
 
@@ -303,11 +303,10 @@ def agree_on_states(data: Data, run: Run) -> None:
         alike = [
             at for at, value in enumerate(values) if (value.dtype, value.device) == (dtype, device)
         ]
-        flat = torch.cat([values[at].reshape(-1) for at in alike])
-        flat = _agreed(data, flat)
-        parts = flat.split([values[at].numel() for at in alike])
-        for at, piece in zip(alike, parts, strict=True):
-            run.slots[slots[at]] = piece.view(values[at].shape).clone()
+        flat = _agreed(data, flattened([values[at] for at in alike]))
+        pieces = taken_apart([values[at].shape for at in alike], flat)
+        for at, piece in zip(alike, pieces, strict=True):
+            run.slots[slots[at]] = piece
 
 
 def _agreed(data: Data, flat: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from fpipe.program.async_collectives import (
     reduce_scatter,
 )
 from fpipe.program.program import Compute, Program
-from fpipe.program.replica_layout import Replicas, buckets
+from fpipe.program.replica_layout import Replicas, buckets, flattened, taken_apart
 from fpipe.program.values import Computed, ParamValue, SumValue, Task, Value, kernel_task
 from fpipe.schedule import Action, Op
 from fpipe.spec.data import Group
@@ -287,12 +287,12 @@ class Reductions:
             group = groups[0]
             flat = result = Spec((sum(prod(spec.shape) for spec in specs),), dtype)
             begin = Begin(
-                lambda values: _flat(filled(values)),
+                lambda values: flattened(filled(values)),
                 self._over(group, result.shape[0], all_reduce),
                 f"{action} whole {flat}",
             )
             over = groups[1:]
-            unpack = partial(_apart, [spec.shape for spec in specs])
+            unpack = partial(taken_apart, [spec.shape for spec in specs])
             under_way = result
         wait = Wait(unpack, tuple(self._over(other, result.shape[0], all_reduce) for other in over))
         reducing = Computed(stage, 0, f"reducing {number} of leaves {leaves}")
@@ -322,18 +322,4 @@ def _with_zeros(
     return [
         values.pop(0) if here else torch.zeros(spec.shape, dtype=spec.dtype, device=device)
         for spec, here in zip(specs, present, strict=True)
-    ]
-
-
-def _flat(values: list[Tensor]) -> Tensor:
-    """All elements of some tensors in one."""
-    return torch.cat([value.reshape(-1) for value in values])
-
-
-def _apart(shapes: Sequence[Sequence[int]], flat: Tensor) -> list[Tensor]:
-    """The inverse of `_flat`, in memory of its own for each tensor."""
-    sizes = [prod(shape) for shape in shapes]
-    return [
-        piece.view(tuple(shape)).clone()
-        for piece, shape in zip(flat.split(sizes), shapes, strict=True)
     ]

@@ -156,6 +156,20 @@ class Packed(NamedTuple):
         return leaves
 
 
+def flattened(values: list[Tensor]) -> Tensor:
+    """All elements of some tensors in one."""
+    return torch.cat([value.reshape(-1) for value in values])
+
+
+def taken_apart(shapes: Sequence[Sequence[int]], flat: Tensor) -> list[Tensor]:
+    """The inverse of `flattened`, in memory of its own for each tensor."""
+    sizes = [prod(shape) for shape in shapes]
+    return [
+        piece.view(tuple(shape)).clone()
+        for piece, shape in zip(flat.split(sizes), shapes, strict=True)
+    ]
+
+
 # ── signatures of parts ─────────────────────────────────────────────────────────────────────────
 
 

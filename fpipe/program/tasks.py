@@ -151,18 +151,13 @@ def _with_preparations(row: Row, codes: Codes, resolve: Resolver) -> list[Task |
             if not isinstance(value, Computed):
                 continue
             place = value.stage, value.microbatch
-            if place not in prepared and value.name in codes(*place).prepared:
+            if place not in prepared and value.name in (code := codes(*place)).prepared:
                 prepared.add(place)
-                whole.append(_preparation(*place, codes, resolve))
+                inputs = tuple(resolve(*place, name) for name in code.pieces[PREPARE].inputs)
+                action = Action(value.stage, Op.UNSHARD, None)
+                whole.append(_running(PREPARE, code, action, value.microbatch, inputs))
         whole.append(task)
     return whole
-
-
-def _preparation(stage: int, microbatch: int, codes: Codes, resolve: Resolver) -> Task:
-    """The task that computes what no microbatch goes into."""
-    code = codes(stage, microbatch)
-    inputs = tuple(resolve(stage, microbatch, name) for name in code.pieces[PREPARE].inputs)
-    return _running(PREPARE, code, Action(stage, Op.UNSHARD, None), microbatch, inputs)
 
 
 def _running(
