@@ -63,14 +63,13 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    shape = (1, -1, *(1 for _ in input.shape[2:]))
     if training or running_mean is None or running_var is None:
         _refuse_running(running_mean)
         normalized = _normalized(input, [0, *range(2, input.dim())], eps)
     else:
-        mean, variance = running_mean.view(shape), running_var.view(shape)
+        mean, variance = _by_channel(running_mean, input), _by_channel(running_var, input)
         normalized = (input - mean) * (variance + eps).rsqrt()
-    return _scaled(normalized, input, _viewed(weight, shape), _viewed(bias, shape))
+    return _scaled(normalized, input, _by_channel(weight, input), _by_channel(bias, input))
 
 
 def _instance_norm(
@@ -86,9 +85,8 @@ def _instance_norm(
     if not use_input_stats:
         return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     _refuse_running(running_mean)
-    shape = (1, -1, *(1 for _ in input.shape[2:]))
     normalized = _normalized(input, list(range(2, input.dim())), eps)
-    return _scaled(normalized, input, _viewed(weight, shape), _viewed(bias, shape))
+    return _scaled(normalized, input, _by_channel(weight, input), _by_channel(bias, input))
 
 
 def _group_norm(
@@ -100,8 +98,7 @@ def _group_norm(
 ) -> Tensor:
     groups = input.unflatten(1, (num_groups, -1))
     normalized = _normalized(groups, list(range(2, groups.dim())), eps).flatten(1, 2)
-    shape = (1, -1, *(1 for _ in input.shape[2:]))
-    return _scaled(normalized, input, _viewed(weight, shape), _viewed(bias, shape))
+    return _scaled(normalized, input, _by_channel(weight, input), _by_channel(bias, input))
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -133,8 +130,8 @@ def _scaled(
     return shifted if torch.is_autocast_enabled(input.device.type) else shifted.to(input.dtype)
 
 
-def _viewed(value: Tensor | None, shape: Sequence[int]) -> Tensor | None:
-    return None if value is None else value.view(shape)
+def _by_channel(value: Tensor | None, input: Tensor) -> Any:
+    return None if value is None else value.view(1, -1, *(1 for _ in input.shape[2:]))
 
 
 # ── embeddings ──────────────────────────────────────────────────────────────────────────────────

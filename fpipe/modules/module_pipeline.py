@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from inspect import unwrap
 from os import PathLike
 from typing import Any
@@ -139,11 +140,8 @@ class ModulePipeline(Pipeline):
             tensor([1., 1.])
         """
         state = state_of(self.module)
-
-        def maker(names: Sequence[str]) -> Make:
-            return lambda wanted: self._fresh(wanted, stored=True)
-
-        return with_buffers(state, whole(self._engine, maker, buffers_of(state)))
+        make = partial(self._fresh, stored=True)
+        return with_buffers(state, whole(self._engine, lambda _: make, buffers_of(state)))
 
     def load_state(
         self,
