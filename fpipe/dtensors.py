@@ -384,11 +384,7 @@ class _LocalEntry(optree.PyTreeEntry):
 
 
 def refuse_transformed(tree: Any, transform: str) -> None:
-    """Refuse DTensors where a transform would take their local tensors for all of them.
-
-    Raises:
-        BatchError: there is one among the arguments in `tree`.
-    """
+    """Refuse DTensors where a transform would take their local tensors for all of them."""
     # They are not taken apart: torch refuses that within its transforms.
     if registered and any(
         map(is_dtensor, optree.tree_leaves(tree, is_leaf=is_dtensor, namespace="fpipe"))
@@ -402,11 +398,7 @@ def refuse_transformed(tree: Any, transform: str) -> None:
 def refuse_placements(
     params: Sequence[optree.PyTreeSpec], batch: Sequence[optree.PyTreeSpec]
 ) -> None:
-    """Refuse DTensors in parameters, by stage, and in microbatches that a pipeline cannot take.
-
-    Raises:
-        BatchError: names the leaf, the rule and the way out.
-    """
+    """Refuse DTensors in parameters, by stage, and in microbatches that a pipeline cannot take."""
     for stage, spec in enumerate(params):
         for index, placed in enumerate(placements_of(spec)):
             if placed is None:

@@ -235,11 +235,7 @@ def pipeline(
 
 
 def _stages_of(stages: Any) -> tuple[Stage, ...]:
-    """Functions as stages.
-
-    Raises:
-        StageError: they are no sequence, or one of them is None or not callable.
-    """
+    """Functions as stages."""
     if not isinstance(stages, Sequence):
         raise StageError(
             f"stages={stages!r:.60} is {a_type(stages)}: it must be a list or tuple with "
@@ -255,11 +251,7 @@ def _stages_of(stages: Any) -> tuple[Stage, ...]:
 
 
 def _stage_loss(stages: Any, loss: Any) -> Any:
-    """The loss of a pipeline that is made of stage functions.
-
-    Raises:
-        StageError: it is another argument.
-    """
+    """The loss of a pipeline that is made of stage functions."""
     if isinstance(loss, Schedule):
         raise StageError(
             f"loss={loss!r:.60} is a Schedule: after the stages comes the loss, a function "
@@ -274,11 +266,7 @@ def _stage_loss(stages: Any, loss: Any) -> Any:
 
 
 def _whole_loss(function: Any, loss: Any) -> Any:
-    """The loss of a pipeline that is made of one function.
-
-    Raises:
-        StageError: it is a module, or a loss is given beside it.
-    """
+    """The loss of a pipeline that is made of one function."""
     if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
         raise StageError(
             f"stages is {a_type(function)}, a module with parameters: fpipe.from_module("

@@ -99,11 +99,7 @@ def member_of(pipe: Callee) -> Callee:
 
 
 def jvp_of(pipe: Callee) -> Callee:
-    """The pipeline of dual stages, which takes a vector for the parameters and one for the batch.
-
-    Raises:
-        StageError: it has none.
-    """
+    """The pipeline of dual stages, which takes a vector for the parameters and one for the batch."""
     return _kept(pipe, "jvp", lambda: _dual(pipe.definition, stacked=False))
 
 
@@ -111,9 +107,6 @@ def jvp_of_gradients(pipe: Callee) -> Callee:
     """The pipeline of dual stages, whose vectors have the shapes of the gradients.
 
     Members of an ensemble who share a parameter have a gradient each, and so a direction each.
-
-    Raises:
-        StageError: it has none.
     """
     if pipe.definition.alone is None:
         return jvp_of(pipe)
@@ -121,11 +114,7 @@ def jvp_of_gradients(pipe: Callee) -> Callee:
 
 
 def vjp_of(pipe: Callee, out_dims: Any) -> Callee:
-    """The pipeline that takes a cotangent of the outputs, which are merged along `out_dims`.
-
-    Raises:
-        StageError: it has none.
-    """
+    """The pipeline that takes a cotangent of the outputs, which are merged along `out_dims`."""
     key = "vjp", *pytree.hashable_prefix(out_dims)
     return _kept(pipe, key, lambda: pullback(replace(pipe.definition, argnums="params"), out_dims))
 

@@ -97,9 +97,6 @@ def tracked_step(
 
     Returns:
         ``(loss, grads)``, the gradients as a tuple, and aux if there is any.
-
-    Raises:
-        BatchError: as in `tracked_value`.
     """
     leaves, spec = pytree.flatten(arguments)
     definition = pipe.definition

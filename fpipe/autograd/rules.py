@@ -328,11 +328,7 @@ def _vector(places: Any, directions: Sequence[Tensor | None], like: Sequence[Ten
 
 
 def refuse_redrawing(call: Differentiable) -> None:
-    """Refuse to run a call again that drew from torch's generator.
-
-    Raises:
-        FpipeError: it drew.
-    """
+    """Refuse to run a call again that drew from torch's generator."""
     if call.drew:
         raise FpipeError(
             "a derivative of a pipeline runs it again, but its stages draw from torch's generator, "

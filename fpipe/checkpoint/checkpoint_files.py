@@ -232,11 +232,7 @@ class DistributedDirectory:
 
 
 def check_shape(name: str, shape: tuple[int, ...], like: Tensor) -> None:
-    """Refuse a tensor of another shape.
-
-    Raises:
-        BatchError: names it.
-    """
+    """Refuse a tensor of another shape."""
     if shape != tuple(like.shape):
         raise BatchError(
             f"the checkpoint's {name!r} has shape {shape}, but the model's has "
@@ -245,11 +241,7 @@ def check_shape(name: str, shape: tuple[int, ...], like: Tensor) -> None:
 
 
 def check_dtype(name: str, dtype: torch.dtype, like: Tensor) -> None:
-    """Refuse numbers that cannot become the model's: complex ones real, or large integers small.
-
-    Raises:
-        BatchError: names the tensor.
-    """
+    """Refuse numbers that cannot become the model's: complex ones real, or large integers small."""
     if not torch.can_cast(dtype, like.dtype) or _wraps(dtype, like.dtype):
         raise BatchError(
             f"the checkpoint's {name!r} has dtype {dtype}, but the model's has {like.dtype}, in "

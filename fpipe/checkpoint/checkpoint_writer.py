@@ -211,11 +211,7 @@ def _together(path: Path, processes: Processes, work: Callable[[], T]) -> list[T
 
 
 def _check_replaceable(path: Path) -> None:
-    """Refuse to put a checkpoint in the place of what is none.
-
-    Raises:
-        FpipeError: something else is there.
-    """
+    """Refuse to put a checkpoint in the place of what is none."""
     if not path.exists() or (path / HEAD).is_file():
         return
     if not path.is_dir() or any(path.iterdir()):

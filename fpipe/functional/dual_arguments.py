@@ -152,9 +152,6 @@ def _direction(
 
     Leaves without a direction, as flags say, stand for themselves; the vector's are not read. If it
     `is_partial`, this process has no data where the vector has None.
-
-    Raises:
-        BatchError: they do not fit.
     """
     (name, value), (vector_name, vector_value) = argument, vector
     if value is None:

@@ -90,11 +90,7 @@ def stacked_along(definition: Definition, arguments: Sequence[Any]) -> list[int 
 
 
 def _same_in_all(microbatches: Microbatches[Any]) -> Any:
-    """The prefix that all microbatches of the caller have.
-
-    Raises:
-        BatchError: members are stacked in some of them alone.
-    """
+    """The prefix that all microbatches of the caller have."""
     if len({pytree.hashable_prefix(prefix) for prefix in microbatches}) != 1:
         raise BatchError(
             f"in_dims={microbatches!r:.60} must be the same for all microbatches: members are "

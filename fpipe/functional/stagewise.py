@@ -91,11 +91,7 @@ class Parts:
 
 
 def refuse_argnums(transform: str, definition: Definition, instead: str) -> None:
-    """Refuse a pipeline whose gradients are not by the parameters alone; says what to call instead.
-
-    Raises:
-        StageError: names the transform.
-    """
+    """Refuse a pipeline whose gradients are not by the parameters alone; says what to call instead."""
     if definition.argnums != "params":
         raise StageError(
             f"fpipe.{transform} of a pipeline whose argnums are {definition.argnums!r}: transform "
@@ -104,11 +100,7 @@ def refuse_argnums(transform: str, definition: Definition, instead: str) -> None
 
 
 def refuse_state(transform: str, definition: Definition, why: str) -> None:
-    """Refuse a pipeline with ``has_state``; says why a transformed state has no meaning.
-
-    Raises:
-        StageError: names the transform.
-    """
+    """Refuse a pipeline with ``has_state``; says why a transformed state has no meaning."""
     if definition.has_state:
         raise StageError(
             f"fpipe.{transform} of a pipeline with has_state=True is not defined: {why}; pass the "

@@ -198,11 +198,7 @@ class Limits(NamedTuple):
 
 
 def _checked_speed(speed: Any, schedule: Schedule) -> tuple[float, ...] | None:
-    """A number above 0 for each rank.
-
-    Raises:
-        StageError: `speed` is something else.
-    """
+    """A number above 0 for each rank."""
     if speed is None:
         return None
     ranks = schedule.num_ranks

@@ -77,11 +77,7 @@ def _is_stored(module: nn.Module, name: str) -> bool:
 
 
 def refuse_missing(module: nn.Module, replaced: Container[str]) -> None:
-    """Refuse a module with buffers that have no data, and that nothing replaces.
-
-    Raises:
-        StageError: names the first.
-    """
+    """Refuse a module with buffers that have no data, and that nothing replaces."""
     for name, buffer in module.named_buffers():
         if buffer.is_meta and name not in replaced:
             raise StageError(
@@ -97,11 +93,7 @@ def refuse_missing(module: nn.Module, replaced: Container[str]) -> None:
 def refuse_elsewhere(
     module: nn.Module, replaced: Mapping[str, Tensor], device: torch.device
 ) -> None:
-    """Refuse buffers that do not lie on the device on which a module is traced.
-
-    Raises:
-        StageError: names the first.
-    """
+    """Refuse buffers that do not lie on the device on which a module is traced."""
     for name, held in module.named_buffers():
         buffer = replaced.get(name, held)
         if buffer.dim() and buffer.device not in (device, torch.device("meta")):

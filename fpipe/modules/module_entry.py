@@ -272,11 +272,7 @@ def from_module(
 
 
 def _check_stages(stages: int | None, example: Any, schedule: Schedule) -> None:
-    """Refuse to choose cuts without an example, or for another number of stages.
-
-    Raises:
-        StageError: `example` is missing, or `stages` is not the schedule's number.
-    """
+    """Refuse to choose cuts without an example, or for another number of stages."""
     if stages is not None and (plain_integer(stages) is None or isinstance(stages, bool)):
         raise StageError(
             f"stages={stages!r:.60} is {a_type(stages)}: it must be an integer, "

@@ -187,11 +187,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def refuse_global_hooks(name: str) -> None:
-    """Refuse hooks of all modules while one of this class is traced, in which they would stay.
-
-    Raises:
-        StageError: there are some.
-    """
+    """Refuse hooks of all modules while one of this class is traced, in which they would stay."""
     for kind, hooks in (
         ("forward pre-hook", modules._global_forward_pre_hooks),
         ("forward hook", modules._global_forward_hooks),
@@ -211,9 +207,6 @@ def refuse_aliases(module: nn.Module, written: Collection[str]) -> None:
 
     A state is threaded as a value, so the other tensor would not change. One tensor that is
     registered as several buffers is one buffer. The module holds its own buffers, not the state.
-
-    Raises:
-        Untraceable: names both.
     """
     for name in written:
         buffer = module.get_buffer(name)

@@ -400,11 +400,7 @@ def definition_of(
 
 
 def _of_own_loss(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with which a pipeline has the loss that its module computes.
-
-    Raises:
-        StageError: they are about what a loss function returns.
-    """
+    """The options with which a pipeline has the loss that its module computes."""
     reduction = options.get("reduction", "mean")
     returns = Returns(weighted=reduction == "weighted", aux=options.get("has_aux") is True)
     if returns.declared:

@@ -234,11 +234,7 @@ _WHOLE = (
 
 
 def refuse_lost(module: nn.Module) -> None:
-    """Refuse wrappers around a module, sharded parameters, and hooks on parameters.
-
-    Raises:
-        StageError: the module has one; names it.
-    """
+    """Refuse wrappers around a module, sharded parameters, and hooks on parameters."""
     for path, submodule in module.named_modules():
         kind = type(submodule).__name__
         where = f"module.get_submodule({path!r})" if path else "module"
@@ -264,11 +260,7 @@ def refuse_lost(module: nn.Module) -> None:
 
 
 def refuse_gradient_hooks(named: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse hooks on the parameters of named modules: a step takes other tensors in their place.
-
-    Raises:
-        StageError: there is one; names the parameter.
-    """
+    """Refuse hooks on the parameters of named modules: a step takes other tensors in their place."""
     for path, submodule in named:
         for name, parameter in submodule._parameters.items():
             if _has_hooks(parameter):

@@ -160,11 +160,7 @@ _ADDING: Final = (
 
 
 def loss_of(output: Any, name: str) -> Tensor:
-    """The loss that the output of a module holds, whose class has this name.
-
-    Raises:
-        StageError: it has none.
-    """
+    """The loss that the output of a module holds, whose class has this name."""
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")

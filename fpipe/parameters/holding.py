@@ -283,9 +283,6 @@ def _filled(
     """The leaves with those made that have a flag, and bare shapes in place of the others.
 
     Those that are kept are made a few at a time, so that no more of them lie beside it.
-
-    Raises:
-        PipelineError: another rank cannot make its own.
     """
     leaves, names, spec = skeleton
     places = dtensors.placements_of(spec)

@@ -62,11 +62,7 @@ class LossScaling(NamedTuple):
 
 
 def read_loss_scale(loss_scale: Any) -> LossScaling | None:
-    """The rule that a user names, as for `fpipe.train`.
-
-    Raises:
-        FpipeError: it is something else.
-    """
+    """The rule that a user names, as for `fpipe.train`."""
     if loss_scale is None:
         return None
     if isinstance(loss_scale, torch.amp.GradScaler):
@@ -89,11 +85,7 @@ def read_loss_scale(loss_scale: Any) -> LossScaling | None:
 
 
 def check_scaled(leaves: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse to train parameters of float16, whose gradients have no room without the scale.
-
-    Raises:
-        FpipeError: names the first.
-    """
+    """Refuse to train parameters of float16, whose gradients have no room without the scale."""
     for name, leaf in leaves:
         if leaf.dtype == torch.float16:
             raise FpipeError(

@@ -243,11 +243,7 @@ def _gradients(settings: Settings, call: Call) -> Any:
 
 
 def _check_scale(settings: Settings, call: Call) -> None:
-    """Refuse to scale the loss where that cannot be.
-
-    Raises:
-        FpipeError: the state is that of another trainer, or a transform is at work.
-    """
+    """Refuse to scale the loss where that cannot be."""
     if (settings.scaling is None) != (call.state.scale is None):
         which = "without" if call.state.scale is None else "with"
         raise FpipeError(
@@ -322,11 +318,7 @@ def _returned(
 
 
 def number_of(count: Tensor) -> int:
-    """The number of steps, which the members of an ensemble have in common.
-
-    Raises:
-        FpipeError: they have not.
-    """
+    """The number of steps, which the members of an ensemble have in common."""
     counts = innermost_value(count).flatten()
     number = int(counts[0])
     if not bool((counts == number).all()):
@@ -343,11 +335,7 @@ def _is_differentiated(values: Sequence[Any]) -> bool:
 
 
 def check_donated(params: Any, hyper: Iterable[Any]) -> None:
-    """Refuse to write where a write would be wrong.
-
-    Raises:
-        FpipeError: the step is within a transform, or leaves of the parameters share memory.
-    """
+    """Refuse to write where a write would be wrong."""
     leaves, spec = pytree.flatten(params)
     watched = [value for value in (*leaves, *hyper) if isinstance(value, Tensor)]
     if is_within() or any(map(is_transformed, watched)):

@@ -175,11 +175,7 @@ def _rule(
 
 
 def _keeping(offload: str | PathLike[str] | None) -> Keep:
-    """The function that puts a state where the user's ``offload`` says.
-
-    Raises:
-        FpipeError: it is no path, or no directory can be there.
-    """
+    """The function that puts a state where the user's ``offload`` says."""
     if offload is None:
         return None
     if not isinstance(offload, str | PathLike):

@@ -222,11 +222,7 @@ def _each_once(squares_of: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _refuse_some_of_several_ranks(grads: Any) -> None:
-    """Refuse gradients of one rank alone, whose norm would be wrong.
-
-    Raises:
-        FpipeError: they have None, and this is one of several processes.
-    """
+    """Refuse gradients of one rank alone, whose norm would be wrong."""
     is_whole = all(leaf is not None for leaf in pytree.flatten_prefix(grads))
     is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
     if is_whole or is_alone:
