@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -28,6 +29,7 @@ from fpipe.inputs.signature import (
     warn_of_other_rows,
 )
 from fpipe.live_line import working
+from fpipe.pieces.piece import Piece
 from fpipe.plan.codes import StageCode
 from fpipe.plan.plan import Latest, Plan
 from fpipe.plan.stage_compiler import CompiledStages, StageCompiler
@@ -147,6 +149,9 @@ class Planner:
 
         if differentiates:
             _check_owed(schedule, code_of)
+        stages, ops = range(schedule.num_stages), _ops_run(schedule)
+        run_here = [stage for stage in stages if self._rank in (None, schedule.placement[stage])]
+        here, everywhere = compiled.pieces(run_here, ops), compiled.pieces(stages, ops)
         late = self._late(local)
         lowered = partial(
             lower,
@@ -161,7 +166,7 @@ class Planner:
             offloading=self._offloading(local, replicas),
         )
         with (
-            working(f"compiling a {goal}", partial(self._to_compile, compiled, schedule)),
+            working(f"compiling a {goal}", partial(self._stage_compiler.count_to_compile, here)),
             self._stage_compiler.compiling(),
         ):
             programs = lowered() if self._rank is None else lower_for_group(lowered, schedule)
@@ -169,6 +174,7 @@ class Planner:
             schedule,
             programs,
             compiled,
+            list(everywhere),
             signature,
             over_meshes=any(any(placements_of(spec)) for spec in specs),
             clips=goal == "clip" and self._data is None and not late,
@@ -206,14 +212,6 @@ class Planner:
             if place is not None and not set(place.dims[0] or ("",)) <= set(dims)
         )
 
-    def _to_compile(self, compiled: CompiledStages, schedule: Schedule) -> int:
-        """How many pieces this process has yet to compile."""
-        stages = list(range(schedule.num_stages))
-        if self._rank is not None:
-            stages = [stage for stage in stages if schedule.placement[stage] == self._rank]
-        ops = {str(action.op) for row in schedule.actions for action in row}
-        return self._stage_compiler.count_to_compile(compiled, stages, ops)
-
     def _offloading(self, signature: Signature, replicas: Replicas | None) -> Offloading | None:
         """The parameters that live on the CPU; None where none do, or all ranks compute there."""
         offload = self._definition.offload
@@ -245,6 +243,7 @@ class Planner:
         schedule: Schedule,
         programs: tuple[Program, ...],
         compiled: CompiledStages,
+        pieces: Sequence[Piece],
         signature: Signature,
         *,
         over_meshes: bool,
@@ -276,8 +275,8 @@ class Planner:
             losses=chains[0].value(chains[0].results[1]).dim() if numbering.heads > 1 else 0,
             numbering=numbering,
             shapes=tuple(zip(*shapes, strict=True)),
-            fingerprint="\n".join(sorted(piece.fingerprint for piece in compiled.pieces())),
-            communicates=self._data is not None or any(p.communicates for p in compiled.pieces()),
+            fingerprint="\n".join(sorted(piece.fingerprint for piece in pieces)),
+            communicates=self._data is not None or any(piece.communicates for piece in pieces),
             rows=rows,
             sink=sink,
             frozen=compiled.frozen,
@@ -295,6 +294,14 @@ class Planner:
         # The weights are over the last dimensions, the same for all that comes before.
         parts = ones.new_tensor(cotangent)
         return parts.expand(ones.numel() // parts.numel(), -1).reshape(ones.shape)
+
+
+def _ops_run(schedule: Schedule) -> set[str]:
+    """The ops whose pieces a schedule runs: a W without its I is the whole backward, B."""
+    actions = [action for row in schedule.actions for action in row]
+    halved = {(a.stage, a.microbatch) for a in actions if a.op == Op.I}
+    whole = any(a.op == Op.W and (a.stage, a.microbatch) not in halved for a in actions)
+    return {str(action.op) for action in actions} | ({str(Op.B)} if whole else set())
 
 
 def _in_words(signature: Signature) -> str:

@@ -45,12 +45,13 @@ class CompiledStages(NamedTuple):
     last: Sequence[tuple[StageCode, ...]]
     frozen: frozenset[tuple[int, int]]
 
-    def pieces(self) -> Iterator[Piece]:
-        """Those of all stages."""
-        for codes in (self.usual, self.last):
-            for stages in codes:
-                for code in stages:
-                    yield from code.pieces.values()
+    def pieces(self, stages: Iterable[int], ops: Collection[str]) -> Iterator[Piece]:
+        """Those that stages run for actions of these ops, begun sums and continued ones alike."""
+        for kind in (*self.usual, *self.last):
+            for stage in stages:
+                for op, piece in kind[stage].pieces.items():
+                    if op == PREPARE or op.rstrip("+") in ops:
+                        yield piece
 
 
 class StageCompiler:
@@ -104,24 +105,9 @@ class StageCompiler:
             for size, shape in zip(signature.sizes(), signature.batch, strict=True)
         )
 
-    def count_to_compile(
-        self, compiled: CompiledStages, stages: Iterable[int], ops: Collection[str]
-    ) -> int:
-        """How many distinct graphs are not callable yet.
-
-        Args:
-            compiled: what `__call__` has returned.
-            stages: that are run.
-            ops: of their actions; a piece that continues a sum goes with the one that begins it.
-        """
-        return self._compiler.missing(
-            piece
-            for codes in (compiled.usual, compiled.last)
-            for kind in codes
-            for stage in stages
-            for op, piece in kind[stage].pieces.items()
-            if op.rstrip("+") in ops or op == PREPARE
-        )
+    def count_to_compile(self, pieces: Iterable[Piece]) -> int:
+        """How many distinct graphs of pieces are not callable yet."""
+        return self._compiler.missing(pieces)
 
     def compiling(self) -> AbstractContextManager[None]:
         """Within it pieces are compiled side by side; they can be called afterwards."""
