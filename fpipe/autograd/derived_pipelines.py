@@ -99,7 +99,7 @@ def member_of(pipe: Callee) -> Callee:
 
 
 def jvp_of(pipe: Callee) -> Callee:
-    """The pipeline of dual stages, which takes a vector for the parameters and one for the batch."""
+    """The pipeline of dual stages: it takes a vector for the parameters and one for the batch."""
     return _kept(pipe, "jvp", lambda: _dual(pipe.definition, stacked=False))
 
 

@@ -91,7 +91,7 @@ class Parts:
 
 
 def refuse_argnums(transform: str, definition: Definition, instead: str) -> None:
-    """Refuse a pipeline whose gradients are not by the parameters alone; says what to call instead."""
+    """Refuse a pipeline whose gradients are not by the parameters alone, and say what to call."""
     if definition.argnums != "params":
         raise StageError(
             f"fpipe.{transform} of a pipeline whose argnums are {definition.argnums!r}: transform "

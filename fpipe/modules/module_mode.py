@@ -260,7 +260,7 @@ def refuse_lost(module: nn.Module) -> None:
 
 
 def refuse_gradient_hooks(named: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse hooks on the parameters of named modules: a step takes other tensors in their place."""
+    """Refuse hooks on the parameters of modules: a step takes other tensors in their place."""
     for path, submodule in named:
         for name, parameter in submodule._parameters.items():
             if _has_hooks(parameter):
