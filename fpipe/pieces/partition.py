@@ -242,8 +242,8 @@ def _checks(joint: Joint) -> list[fx.Node]:
         node
         for node in joint.graph.nodes
         if node.op == "call_function"
-        and node.is_impure()
         and not node.users
+        and node.is_impure()
         and not is_random(node)
     ]
 
@@ -306,12 +306,10 @@ def unchanging(joint: Joint, live: Collection[fx.Node]) -> Unchanging:
         inputs = node.all_input_nodes
         if isinstance(joint.sources.get(node.name), Param | Constant):
             fixed.add(node)
-        elif node.op != "call_function" or node in leaving or is_random(node) or node.is_impure():
+        elif node.op != "call_function" or not all(n in fixed or n in cheap for n in inputs):
             continue
-        elif cheap.issuperset(inputs) and not is_product(node):
-            cheap.add(node)
-        elif all(n in fixed or n in cheap for n in inputs):
-            fixed.add(node)
+        elif node not in leaving and not is_random(node) and not node.is_impure():
+            (cheap if cheap.issuperset(inputs) and not is_product(node) else fixed).add(node)
     read = {
         base_of(value)
         for node in live
