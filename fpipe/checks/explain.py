@@ -354,10 +354,7 @@ def calls(error: BaseException, function: str) -> bool:
 
 def _is_own(frame: FrameType) -> bool:
     """Whether a frame is the user's."""
-    code = frame.f_code
-    # make_fx wraps what it traces in such a lambda.
-    wrapper = (code.co_filename, code.co_name) == ("<string>", "<lambda>")
-    return not wrapper and not code.co_filename.startswith(_MACHINERY)
+    return not frame.f_code.co_filename.startswith(_MACHINERY)
 
 
 def own_traceback(traceback: TracebackType | None) -> TracebackType | None:
