@@ -128,7 +128,6 @@ def live_cotangents(joint: Joint, wanted: Iterable[Source]) -> tuple[tuple[Cotan
 def partition(
     joint: Joint,
     *,
-    outputs: Iterable[str],
     inputs: Iterable[Upstream],
     params: Iterable[Source],
     policy: Policy,
@@ -137,7 +136,6 @@ def partition(
 
     Args:
         joint: the traced stage.
-        outputs: names of the outputs that anyone reads.
         inputs: the upstream values whose gradient anyone reads.
         params: the caller's leaves whose gradient is wanted and not zero. With neither, as in a
             stage that runs forward only, nothing is kept for a backward.
@@ -153,7 +151,7 @@ def partition(
     nodes = joint.nodes
     placeholders = {n for n in nodes.values() if n.op == "placeholder"}
     backward = _backward_nodes(joint)
-    results = [nodes[name] for name in outputs]
+    results = [nodes[name] for name in joint.outputs]
     input_grads = [nodes[joint.gradients[source]] for source in inputs]
     sums = [joint.sums[source] for source in params]
     starts = [nodes[entry.start] for entry in sums]

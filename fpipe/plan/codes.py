@@ -142,9 +142,7 @@ def codes_of_stages(
         policy = policies[index] if inputs or params else save_nothing
         key = (joint.graph, id(policy), *map(tuple, wanted))
         if key not in cut:
-            cut[key] = partition(
-                joint, outputs=joint.outputs, inputs=inputs, params=params, policy=policy
-            )
+            cut[key] = partition(joint, inputs=inputs, params=params, policy=policy)
         cotangents = live_cotangents(joint, [*params, *inputs])
         sources = dict(joint.sources)
         if last and chain.goal == "step":
