@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 # Head, time and deadline of an action, and its number. Times are whole ticks, above 0.
@@ -60,10 +61,17 @@ def _find_edges(heads: list[int], times: list[int], deadlines: list[int], later:
     number of looks, negative if those do not fit themselves."""
     longest, looks = max(times, default=0), 0
     ends = [0] * len(heads)
-    for deadline in sorted(set(deadlines)):
+    latest_end, within = _NEVER, 0  # of those that must end by a deadline: a limit, and how many
+    by_deadline = sorted(range(len(heads)), key=deadlines.__getitem__)
+    for deadline, group in groupby(by_deadline, key=deadlines.__getitem__):
         # Those that start later cannot end by then.
         count = bisect_left(heads, deadline)
         looks += count
+        for at in group:
+            latest_end = max(latest_end, heads[at]) + times[at]
+            within += 1
+        if latest_end + longest <= deadline:
+            continue  # there is room for any other
         work, end = 0, _NEVER  # of those from here on that must end by then
         for at in range(count - 1, -1, -1):
             if deadlines[at] <= deadline:
@@ -73,8 +81,9 @@ def _find_edges(heads: list[int], times: list[int], deadlines: list[int], later:
             ends[at] = end
         if end > deadline:
             return -looks - 1
-        if end + longest <= deadline:
-            continue  # there is room for any other
+        latest_end = end
+        if end + longest <= deadline or within == count:
+            continue  # there is room for any other, or there is no other
         latest = _NEVER  # end of all, if they start with one that is before this
         for at in range(count):
             time = times[at]
