@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import optree
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from fpipe import pytree
 from fpipe.autograd.history import (
@@ -239,6 +240,7 @@ class Engine:
 
     # ── what is known of stages and parameters ──────────────────────────────────────────────────
 
+    @_disable_dynamo  # torch.compile would go into it, for seconds
     def programs(
         self, goal: Goal, params: Any, *arguments: Any, key: Tensor | None = None, **named: Any
     ) -> tuple[Program, ...]:
