@@ -163,11 +163,7 @@ def add_outputs(parser: argparse.ArgumentParser, forms: tuple[str, ...]) -> None
 def write_outputs(
     options: argparse.Namespace, forms: tuple[str, ...], drawn: Schedule | Timeline
 ) -> bool:
-    """Write each form that has an option; return whether there was any.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write each form that has an option; return whether there was any."""
     chosen = [(form, path) for form in forms if (path := getattr(options, form)) is not None]
     for form, path in chosen:
         text = getattr(drawn, f"to_{form}")(None if path == "-" else path)

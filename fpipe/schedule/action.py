@@ -118,11 +118,7 @@ def in_order(name: str, values: Iterable[Any], of: str) -> tuple[Any, ...]:
 
 
 def check_form(placement: Sequence[int], actions: Sequence[Sequence[Action]]) -> None:
-    """Refuse a placement that does not fit the rows.
-
-    Raises:
-        ScheduleError: says which stage.
-    """
+    """Raise a `ScheduleError` where a placement does not fit the rows."""
     if not placement or not actions:
         raise ScheduleError(
             f"placement={tuple(placement)!r:.60} with {len(actions)} ranks: "
@@ -143,11 +139,7 @@ def plain_or_same(number: Any) -> Any:
 
 
 def plain_row(rank: int, row: tuple[Action, ...]) -> tuple[Action, ...]:
-    """A row of actions whose stage and microbatch are Python integers.
-
-    Raises:
-        ScheduleError: an entry is no action.
-    """
+    """A row whose stages and microbatches are Python integers; an entry must be an action."""
     if all(
         type(action) is Action
         and type(action[0]) is int

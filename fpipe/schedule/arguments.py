@@ -59,11 +59,7 @@ def plain_counts(**counts: int | None) -> tuple[int, ...]:
 
 
 def plain_seed(seed: object) -> int:
-    """A seed of random choices as an int.
-
-    Raises:
-        ScheduleError: it is not an integer.
-    """
+    """A seed of random choices, which must be an integer, as an int."""
     plain = plain_integer(seed)
     if plain is None:
         raise ScheduleError(f"seed={seed!r:.60} must be an integer")

@@ -37,7 +37,7 @@ def test_chart_repeats_the_timeline(schedule: Schedule, comm: float) -> None:
     assert rows == [[event[1:] for event in row] for row in timeline.events]
     assert chart.makespan == timeline.makespan
     assert chart.peaks == timeline.peak
-    assert [chart.makespan * chart.idle(rank) for rank in range(schedule.num_ranks)] == (
+    assert [chart.makespan * chart.idle[rank] for rank in range(schedule.num_ranks)] == (
         pytest.approx(timeline.bubble)
     )
     messages = {

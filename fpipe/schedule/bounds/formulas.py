@@ -12,14 +12,7 @@ from fpipe.schedule.stage_costs import StageCosts
 
 @dataclass(frozen=True)
 class RankProblem:
-    """One rank of a pipeline. Times are the least that any schedule can reach, fills the most.
-
-    Attributes:
-        costs: the costs of all stages.
-        stages: the stages of the rank, in order.
-        microbatches: number of microbatches.
-        memory: the limit of the rank.
-    """
+    """One rank of a pipeline. Times are the least that any schedule can reach, fills the most."""
 
     costs: StageCosts
     stages: tuple[int, ...]

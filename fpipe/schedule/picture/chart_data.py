@@ -138,12 +138,9 @@ class Chart:
             LinkLane(_name_of(way, lanes[way]), tuple(lanes[way])) for way in sorted(lanes)
         )
 
-    def idle(self, rank: int) -> float:
-        """The fraction of the makespan in which `rank` runs nothing."""
-        return self._idle[rank]
-
     @cached_property
-    def _idle(self) -> tuple[float, ...]:
+    def idle(self) -> tuple[float, ...]:
+        """The fraction of the makespan in which each rank runs nothing."""
         ran = (((b.start, b.end) for b in row if not b.beside) for row in self.rows)
         whole = self.makespan
         return tuple(max(0.0, 1 - time_taken(row) / whole) if whole else 0.0 for row in ran)
@@ -336,7 +333,7 @@ def stage_names(chart: Chart, rank: int) -> str:
 
 def idle(chart: Chart, rank: int) -> str:
     """The idle share of a rank, in percent."""
-    return f"idle {100 * chart.idle(rank):.1f} %"
+    return f"idle {100 * chart.idle[rank]:.1f} %"
 
 
 def described(chart: Chart) -> str:
@@ -344,7 +341,7 @@ def described(chart: Chart) -> str:
     ranks = range(len(chart.rows))
     each = [f"rank {rank} {idle(chart, rank)}, peak {short(chart.peaks[rank])}" for rank in ranks]
     if len(each) > SPOKEN:
-        least, most = (short(100 * edge(map(chart.idle, ranks))) for edge in (min, max))
+        least, most = (short(100 * edge(chart.idle)) for edge in (min, max))
         peaks = f"peaks up to {short(max(chart.peaks))}"
         each = [f"idle {least} to {most} % of the time of a rank, {peaks}"]
     name = one_line(chart.name)

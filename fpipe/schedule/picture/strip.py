@@ -42,7 +42,7 @@ def strip(chart: Chart, *, width: int = 80) -> str:
     labels = ["time", *(f"rank {rank}" for rank in range(len(chart.rows)))]
     facts = [f"({unit})" if unit else ""]
     for rank, peak in enumerate(chart.peaks):
-        facts.append(f"idle {100 * chart.idle(rank):4.1f} %  peak {short(peak)}")
+        facts.append(f"idle {100 * chart.idle[rank]:4.1f} %  peak {short(peak)}")
     margin, right = max(map(len, labels)), max(map(len, facts))
     columns = room - margin - right - 4
     lines = [_axis(chart.makespan * factor, columns)]
