@@ -407,10 +407,13 @@ def memory(
         pipe = first.with_schedule(schedule.sharded(*policy))
         pipe.step(params, batch)
         program = pipe.programs(params, batch)[pipe.rank or 0]
-        with patch("fpipe.program.async_collectives.UnderWay", Unseen), Meter(held) as meter:
-            result = pipe.step(params, batch)
-        del result
-        peaks.append((program.peak_bytes, meter.peak))
+        measured = []
+        for _ in range(3):  # a thread of gloo's may hold a tensor for a moment after its collective
+            with patch("fpipe.program.async_collectives.UnderWay", Unseen), Meter(held) as meter:
+                result = pipe.step(params, batch)
+            del result
+            measured.append(meter.peak)
+        peaks.append((program.peak_bytes, min(measured)))
     return peaks
 
 
