@@ -141,8 +141,7 @@ __all__ = [
 _LAZY = {
     name: module
     for module, names in (
-        ("fpipe.pipelines", "step use"),
-        ("fpipe.pipelines", "Pipeline"),
+        ("fpipe.pipelines", "Pipeline step use"),
         ("fpipe.entry", "pipeline"),
         ("fpipe.microbatches", "Microbatches"),
         ("fpipe.modules.balancing", "balance"),

@@ -190,8 +190,7 @@ def held(
         if definition.stage_devices is not None and not copies:
             devices = [definition.stage_devices[stage] for stage in stages]
     devices = [CPU] * len(names) if copies else devices
-    filled = _filled(engine, maker, skeleton, flags, devices, "parameters", keep)
-    return engine.local(pytree.unflatten(spec, filled))
+    return engine.local(_filled(engine, maker, skeleton, flags, devices, "parameters", keep))
 
 
 def whole(engine: Engine, maker: Callable[[Sequence[str]], Make], shapes: Any) -> Any:
@@ -215,9 +214,9 @@ def whole(engine: Engine, maker: Callable[[Sequence[str]], Make], shapes: Any) -
         return _skeleton("a state", shapes, "shapes")
 
     skeleton = engine.each("make its state", read)
-    _, names, spec = skeleton
-    flags, devices = [True] * len(names), [engine.definition.device] * len(names)
-    return pytree.unflatten(spec, _filled(engine, maker, skeleton, flags, devices, "state"))
+    count = len(skeleton.names)
+    flags, devices = [True] * count, [engine.definition.device] * count
+    return _filled(engine, maker, skeleton, flags, devices, "state")
 
 
 def leaves_read_here(engine: Engine, params: Any) -> dict[str, Tensor]:
@@ -279,8 +278,8 @@ def _filled(
     devices: Sequence[torch.device | None],
     what: str,
     keep: Keep = None,
-) -> list[Tensor]:
-    """The leaves with those made that have a flag, and bare shapes in place of the others.
+) -> Any:
+    """The tree with those leaves made that have a flag, and bare shapes in place of the others.
 
     Those that are kept are made a few at a time, so that no more of them lie beside it.
     """
@@ -316,7 +315,8 @@ def _filled(
     with working(f"making or reading {what}"):
         tensors = engine.each(f"make or read its {what}", make)
     bare = [torch.empty_like(leaf, device="meta") for leaf in leaves]
-    return [tensors.get(name, like) for name, like in zip(names, bare, strict=True)]
+    filled = [tensors.get(name, like) for name, like in zip(names, bare, strict=True)]
+    return pytree.unflatten(spec, filled)
 
 
 def keeping(definition: Definition, storage: str | PathLike[str] | None) -> Keep:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -76,23 +75,18 @@ def vmap(
     )
     usual = tuple(None if name == "batch" else 0 for name in definition.takes)
     dims = usual if in_dims is None else in_dims
-    _check_vmap(dims, randomness, definition.takes, usual)
+    if not isinstance(dims, list | tuple) or len(dims) != len(usual):
+        raise StageError(
+            f"in_dims={dims!r:.60} must be a tuple of {len(usual)}, one entry for each of "
+            f"({', '.join(definition.takes)}), such as {usual}; a key, which members share, has no "
+            "entry"
+        )
+    check_choice("randomness", randomness, RANDOMNESS)
     size = None if isinstance(axis_size, bool) else plain_integer(axis_size)
     if axis_size is not None and (size is None or size < 1):
         raise StageError(f"axis_size={axis_size!r:.60} must be a number of members, 1 or more")
     mapped: PT = type(alone)(ensemble(Alone(definition, tuple(dims), randomness, size)))
     return mapped
-
-
-def _check_vmap(
-    in_dims: Any, randomness: str, takes: Sequence[str], usual: tuple[Any, ...]
-) -> None:
-    if not isinstance(in_dims, list | tuple) or len(in_dims) != len(takes):
-        raise StageError(
-            f"in_dims={in_dims!r:.60} must be a tuple of {len(takes)}, one entry for each of "
-            f"({', '.join(takes)}), such as {usual}; a key, which members share, has no entry"
-        )
-    check_choice("randomness", randomness, RANDOMNESS)
 
 
 # ── single examples ─────────────────────────────────────────────────────────────────────────────

@@ -8,15 +8,13 @@ from typing import Any, Protocol, Self, TypeVar
 
 from fpipe.engine import Engine
 from fpipe.errors import StageError, a_type
-from fpipe.pipelines import Pipeline, engine_of
+from fpipe.pipelines import HasEngine, Pipeline, engine_of
 from fpipe.schedule import Schedule
 from fpipe.spec.definition import Definition
 
 
-class Transformable(Protocol):
+class Transformable(HasEngine, Protocol):
     """A pipeline of any kind: a transform makes another one of a definition alone."""
-
-    _engine: Engine
 
     def __init__(self, definition: Definition) -> None: ...
 
