@@ -33,7 +33,7 @@ from fpipe.pipelines import Pipeline, engine_of
 from fpipe.spec.convention import DEFERRED, PLAIN, STATE, scaled
 from fpipe.spec.definition import Definition
 from fpipe.torch_internals import innermost_value, is_transformed
-from fpipe.training.loss_scaling import LossScale, LossScaling
+from fpipe.training.loss_scaling import LossScaling
 from fpipe.training.train_step import (
     TrainState,
     TrainStep,
@@ -138,7 +138,8 @@ def _plain(settings: Settings, call: Call) -> Any:
     if settings.max_norm is not None:
         norm = _norm(settings.pipe, grads)
         if _is_left_out(settings, norm):
-            return _returned(settings, results, params, _left_out(settings, state), norm)
+            after = _after(settings, state, state.moments, finite=False)
+            return _returned(settings, results, params, after, norm)
         grads = scaled(grads, scale_of(norm, settings.max_norm))
     tracked = _is_differentiated([result.loss, *call.hyper.values()])
     with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
@@ -168,11 +169,9 @@ def _donated(settings: Settings, call: Call) -> Any:
             skips = _is_left_out(settings, norm)
             clip = scale_of(norm, settings.max_norm) / call.scale
             scale = None if bool((clip == 1).all()) else clip
-        if skips:
-            after = _left_out(settings, state)
-        else:
+        if not skips:
             steps.write_all(grads, scale)
-            after = _after(settings, state, state.moments)
+        after = _after(settings, state, state.moments, finite=not skips)
         state.steps.copy_(after.steps)
         if state.scale is not None and after.scale is not None:
             for old, new in zip(state.scale, after.scale, strict=True):
@@ -219,8 +218,8 @@ def _within(settings: Settings, rule: LeafByLeaf, call: Call) -> Any:
                 norm = global_norm(grads, pipe=settings.pipe) / scale
             norm = norm.to(home_of(step.leaves))
             if _is_left_out(settings, norm):
-                results = outcome.without_grads()
-                return _returned(settings, results, params, _left_out(settings, state), norm)
+                after = _after(settings, state, state.moments, finite=False)
+                return _returned(settings, outcome.without_grads(), params, after, norm)
             clip = scale_of(norm, settings.max_norm)
             if not bool(clip == 1):
                 grads = scaled(outcome.take_grads() if grads is None else grads, clip / scale)
@@ -268,20 +267,14 @@ def _is_left_out(settings: Settings, norm: Tensor) -> bool:
     return not bool(norm.isfinite())
 
 
-def _after(settings: Settings, state: TrainState, moments: Any) -> TrainState:
-    """The state after a step."""
-    return TrainState(state.steps + 1, moments, _scale_after(settings, state, finite=True))
-
-
-def _left_out(settings: Settings, state: TrainState) -> TrainState:
-    """The state after a step that is left out."""
-    return state._replace(scale=_scale_after(settings, state, finite=False))
-
-
-def _scale_after(settings: Settings, state: TrainState, *, finite: bool) -> LossScale | None:
-    if settings.scaling is None or state.scale is None:
-        return state.scale
-    return settings.scaling.after(state.scale, finite=finite)
+def _after(
+    settings: Settings, state: TrainState, moments: Any, *, finite: bool = True
+) -> TrainState:
+    """The state after a step; one that is not finite, and so left out, changes the scale alone."""
+    scale = state.scale
+    if settings.scaling is not None and scale is not None:
+        scale = settings.scaling.after(scale, finite=finite)
+    return TrainState(state.steps + 1, moments, scale) if finite else state._replace(scale=scale)
 
 
 def _norm(pipe: Pipeline, grads: Any) -> Tensor:
