@@ -151,13 +151,18 @@ def checked_pair(pair: object) -> float | None:
     return number
 
 
+def _one_per(of: str, name: str, values: Iterable[float]) -> tuple[float, ...]:
+    """A number for each rank or microbatch."""
+    if not is_several(values):
+        raise ScheduleError(f"cost {name}={values!r:.60} must be a sequence, a number per {of}")
+    check_ordered(f"cost {name}", values, of, "None where all are alike")
+    return tuple(checked_number(f"{name}[{k}]", entry) for k, entry in enumerate(values))
+
+
 def checked_speed(speed: Iterable[float] | None) -> tuple[float, ...] | None:
     if speed is None:
         return None
-    if not is_several(speed):
-        raise ScheduleError(f"cost speed={speed!r:.60} must be a sequence, a number per rank")
-    check_ordered("cost speed", speed, "rank", "None where all are alike")
-    values = tuple(checked_number(f"speed[{rank}]", entry) for rank, entry in enumerate(speed))
+    values = _one_per("rank", "speed", speed)
     if not values or not all(values):
         raise ScheduleError(
             f"cost speed={values!r:.60} must have a number above 0 for each rank, or be None"
@@ -168,12 +173,7 @@ def checked_speed(speed: Iterable[float] | None) -> tuple[float, ...] | None:
 def checked_sizes(name: str, sizes: Iterable[float] | None) -> tuple[float, ...] | None:
     if sizes is None:
         return None
-    if not is_several(sizes):
-        raise ScheduleError(
-            f"cost {name}={sizes!r:.60} must be a sequence, a number per microbatch"
-        )
-    check_ordered(f"cost {name}", sizes, "microbatch", "None where all are alike")
-    values = tuple(checked_number(f"{name}[{k}]", entry) for k, entry in enumerate(sizes))
+    values = _one_per("microbatch", name, sizes)
     if not values:
         raise ScheduleError(f"cost {name}=() must have a number for each microbatch, or be None")
     if not all(values):
