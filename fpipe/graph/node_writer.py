@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 
+from fpipe import pytree
 from fpipe.graph.nodes import add
 from fpipe.torch_internals import (
     FakeTensor,
@@ -66,11 +67,9 @@ def write_graph(function: Callable[..., Any], values: Sequence[Any]) -> fx.Graph
         for number, value in enumerate(values):
             writer.placeholder(f"arg{number}_1", value)
         results = function(*values)
-    entries: Mapping[Any, ProxyTensor] = tracer.tensor_tracker
-    proxies = fx.node.map_aggregate(
-        results,
-        lambda value: entries[value].proxy if value in entries else value,  # type: ignore[arg-type,return-value]
-    )
+    entries = tracer.tensor_tracker
+    leaves, spec = pytree.flatten(results)
+    proxies = pytree.unflatten(spec, [entries[v].proxy if v in entries else v for v in leaves])
     tracer.create_node("output", "output", (tracer.create_arg(proxies),), {})
     return LazyGraphModule(tracer.root, tracer.graph)
 
