@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fpipe import pytree
 from fpipe.graph.nodes import add
 from fpipe.torch_internals import (
     FakeTensor,
@@ -68,8 +68,9 @@ def write_graph(function: Callable[..., Any], values: Sequence[Any]) -> fx.Graph
             writer.placeholder(f"arg{number}_1", value)
         results = function(*values)
     entries = tracer.tensor_tracker
-    leaves, spec = pytree.flatten(results)
-    proxies = pytree.unflatten(spec, [entries[v].proxy if v in entries else v for v in leaves])
+    # To optree a list of fx's, which an interpreter of a graph returns, is a leaf.
+    leaves, spec = tree_flatten(results)
+    proxies = tree_unflatten([entries[v].proxy if v in entries else v for v in leaves], spec)
     tracer.create_node("output", "output", (tracer.create_arg(proxies),), {})
     return LazyGraphModule(tracer.root, tracer.graph)
 

@@ -151,3 +151,11 @@ def test_most_operations_go_the_short_way(monkeypatch: pytest.MonkeyPatch) -> No
         assert left == []
         write_graph(literals, fakes(mode))
     assert aten.lift_fresh.default in left
+
+
+def test_what_an_interpreter_of_a_graph_returns_is_written() -> None:
+    """It is a list of a class of fx's own, whose tensors were kept as constants."""
+    with FakeTensorMode() as mode:
+        graph = write_graph(lambda x: [x.sin(), x], [mode.from_tensor(torch.ones(3))])
+        again = write_graph(fx.Interpreter(graph).run, [mode.from_tensor(torch.ones(3))])
+    assert described(again.graph) == described(graph.graph)
