@@ -8,7 +8,6 @@ import logging
 import pickle
 import random
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -687,14 +686,16 @@ def test_draws_of_what_is_refused_for_another_reason(monkeypatch: pytest.MonkeyP
 
 
 def test_threads_that_draw_nothing() -> None:
-    before = purity.others()
-    threads = [threading.Thread(target=time.sleep, args=(2,), name=n) for n in ("fpipe beat", "my")]
+    before, end = purity.others(), threading.Event()
+    threads = [threading.Thread(target=end.wait, name=name) for name in ("fpipe beat", "my")]
     for thread in threads:
         thread.start()
     AsyncCompile.pool().submit(int).result()
-    assert [t for t in purity.others() if t not in before] == threads[1:]
+    others = [t for t in purity.others() if t not in before]
+    end.set()
     for thread in threads:
         thread.join()
+    assert others == threads[1:]
 
 
 # ── tensors that a stage closes over ────────────────────────────────────────────────────────────
