@@ -430,9 +430,6 @@ def map_with_prefix(
 ) -> Any:
     """Apply `function` to every leaf of `tree` and the value of `prefix` for it.
 
-    Raises:
-        BatchError: as in `broadcast_prefix`.
-
     Example:
         >>> map_with_prefix(max, "least", {"x": 2, "y": 0}, {"x": [1, 3], "y": 1}, "numbers")
         {'x': [2, 3], 'y': 1}

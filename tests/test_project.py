@@ -144,6 +144,11 @@ def test_import_graph_has_no_cycle() -> None:
         pytest.fail("import cycle: " + " <- ".join(error.args[1]))
 
 
+def test_no_module_has_more_than_450_lines() -> None:
+    lines = {name: len(path.read_text("utf-8").splitlines()) for name, path in MODULES.items()}
+    assert not {name: count for name, count in lines.items() if count > 450}
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_module_imports_only_from_rooms_above_it(name: str) -> None:
     for imported in GRAPH[name] & MODULES.keys():

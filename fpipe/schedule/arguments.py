@@ -260,3 +260,12 @@ def checked_number(name: str, value: object, signed: bool = False) -> float:
             f"cost {name}={number:g} must be 0 or from {LEAST:g} to {MOST:g}: choose another unit"
         )
     return number
+
+
+def check_kept(kept: PerStage | None) -> None:
+    """Raise a `ScheduleError` unless it is known what a stage keeps that computes again."""
+    if kept is None:
+        raise ScheduleError(
+            "cost.kept=None does not say what a stage keeps that computes its values again: "
+            "give the activation of its input"
+        )

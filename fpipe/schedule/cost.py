@@ -15,6 +15,7 @@ from fpipe.schedule.arguments import (
     Shared,
     between_ranks,
     by_pair,
+    check_kept,
     checked_flag,
     checked_pair,
     checked_shared,
@@ -277,7 +278,7 @@ class Cost:
         """
         each = choices_of(remat, len(plain_placement(placement)))
         if "full" in each:
-            check_kept(self)
+            check_kept(self.kept)
         costs, p = self.on(placement), max(placement) + 1
         more = costs.f
         if self.recompute is not None:
@@ -298,8 +299,7 @@ class Cost:
 
         Raises:
             ScheduleError: `placement` is invalid, `ranks` are too few for it, a sequence does not
-                have one value per stage, `comm` has no row for a rank, or I would free more than F
-                keeps.
+                have one value per stage, `comm` lacks a row, or I would free more than F keeps.
         """
         placement = plain_placement(placement)
         stages, p = len(placement), max(placement) + 1
@@ -311,7 +311,6 @@ class Cost:
                     "ranks out, or give more"
                 )
             p = count
-
         values = {name: getattr(self, name) for name in _PLACED}
         if self.b is None:
             del values["b"]
@@ -448,13 +447,4 @@ def check_cost(cost: object) -> None:
     if not isinstance(cost, Cost):
         raise ScheduleError(
             f"cost={cost!r:.60} is {a_type(cost)}: make one with fpipe.Cost(f=1, i=1, w=1)"
-        )
-
-
-def check_kept(cost: Cost) -> None:
-    """Raise a `ScheduleError` unless `kept` is known."""
-    if cost.kept is None:
-        raise ScheduleError(
-            "cost.kept=None does not say what a stage keeps that computes its values again: "
-            "give the activation of its input"
         )

@@ -13,9 +13,15 @@ from typing import get_args
 
 from fpipe.errors import ScheduleError
 from fpipe.live_line import working
-from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number, plain_seed
+from fpipe.schedule.arguments import (
+    check_kept,
+    plain_counts,
+    plain_integer,
+    plain_number,
+    plain_seed,
+)
 from fpipe.schedule.bounds.makespan import Memory, Objective
-from fpipe.schedule.cost import Cost, check_cost, check_kept, values_per_stage
+from fpipe.schedule.cost import Cost, check_cost, values_per_stage
 from fpipe.schedule.orders.evaluator import make_evaluator
 from fpipe.schedule.orders.list_scheduler import list_schedule, plain_policy
 from fpipe.schedule.orders.problem import (
@@ -205,7 +211,7 @@ def search(
     if remat or cut:
         cuts = Cuts(cost) if cut else None
         if cuts is None:
-            check_kept(cost)
+            check_kept(cost.kept)
         choices = _placements(ranks, cost) if cuts is None else cuts.placements(ranks)
         return best_choice(
             Task(microbatches, cost, memory, timed, cuts or Recomputing()),
