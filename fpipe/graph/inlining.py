@@ -107,7 +107,11 @@ def _copied(operations: fx.Graph, inputs: Sequence[fx.Node], before: fx.Node) ->
     copies = dict(zip(placeholders, inputs, strict=True))
     with before.graph.inserting_before(before):
         for operation in operations.nodes:
-            if operation.op == "call_function":
-                copies[operation] = copy_into(before.graph, operation, copies.__getitem__)
-                copies[operation].meta |= marks_of(before)
+            if operation.op == "output" or operation in copies:
+                continue
+            assert operation.op == "call_function", (
+                f"{operation.op} in what is put in front of {before.target}"
+            )
+            copies[operation] = copy_into(before.graph, operation, copies.__getitem__)
+            copies[operation].meta |= marks_of(before)
     return fx.map_arg(operations.output_node().args[0], copies.__getitem__)

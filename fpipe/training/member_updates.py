@@ -11,7 +11,7 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.errors import FpipeError
 from fpipe.torch_internals import is_transformed
-from fpipe.training.updates import Moments, Updates
+from fpipe.training.updates import Moments, Updates, written
 
 
 class UpdatesOfMembers:
@@ -70,12 +70,7 @@ class UpdatesOfMembers:
         if not each and self._is_elementwise(param, hyper):
             return self._updates(param, grad, moments, hyper, count, in_place=in_place)
         moved: tuple[Tensor, Moments] = torch.func.vmap(one)(param, grad, moments, each)
-        if not in_place:
-            return moved
-        param.copy_(moved[0])
-        for name, value in moved[1].items():
-            moments[name].copy_(value)
-        return param, moments
+        return written(param, moments, *moved) if in_place else moved
 
     def _is_elementwise(self, param: Tensor, hyper: Mapping[str, Any]) -> bool:
         """Whether the members together may be taken for one parameter: to the same bits."""

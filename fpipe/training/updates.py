@@ -307,12 +307,7 @@ class Updates:
                     return param, moments
             outputs = update.graph(*leaves, *values) if compiled is None else compiled
         after = dict(zip(update.state, outputs[1:], strict=True))
-        if in_place:
-            param.copy_(outputs[0])
-            for name, value in after.items():
-                moments[name].copy_(value)
-            return param, moments
-        return outputs[0], after
+        return written(param, moments, outputs[0], after) if in_place else (outputs[0], after)
 
     def _known(self, hyper: Mapping[str, Any]) -> _Hyper:
         """Hyperparameters as a recording takes them: often those of the leaf before."""
@@ -352,6 +347,16 @@ class Updates:
             shared.append(recorded)
         known.append(recorded)
         return recorded
+
+
+def written(
+    param: Tensor, moments: Moments, value: Tensor, state: Moments
+) -> tuple[Tensor, Moments]:
+    """A parameter and its state, with the values after a step written into them."""
+    param.copy_(value)
+    for name, after in state.items():
+        moments[name].copy_(after)
+    return param, moments
 
 
 @lru_cache(maxsize=1024)
